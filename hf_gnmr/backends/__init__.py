@@ -1,0 +1,19 @@
+"""Backends by name. A new format is one file here and one line in the dict."""
+
+from __future__ import annotations
+
+from ..config import ConfigError
+from .base import Backend
+from .int8 import Int8Backend
+from .none import NoBackend
+
+BACKENDS: dict[str, type[Backend]] = {"int8": Int8Backend, "none": NoBackend}
+
+
+def check_backend(name: str) -> None:
+    """Raise ConfigError unless `name` is a known backend."""
+    if name not in BACKENDS:
+        raise ConfigError(f"backend={name!r}: one of {', '.join(map(repr, BACKENDS))} is allowed")
+
+
+__all__ = ["BACKENDS", "Backend", "Int8Backend", "NoBackend", "check_backend"]

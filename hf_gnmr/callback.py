@@ -1,0 +1,430 @@
+"""GNMRCallback: the wiring between the Trainer and the parts; it decides nothing.
+
+    Trainer(model, args, train_dataset=..., callbacks=[GNMRCallback()]).train()
+
+A step's way: the model's backward leaves a reading of the norms (`gradients`), `on_pre_optimizer_step` fetches it,
+`on_step_end` has the controller decide and the backend put the decision in force, and one line goes to the trace.
+Paths change nowhere else, so all micro-batches of a step, and the recomputation of checkpointed layers, see one choice.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import warnings
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate.state import AcceleratorState, DistributedType
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from .backends import BACKENDS, Backend, check_backend
+from .backends.int8 import check_options
+from .config import ConfigError, GNMRConfig, SetupError
+from .controller import Controller, Decision, encode_floats
+from .gradients import GradientNorms, Reading
+from .metrics import summarise
+from .trace import TraceError, TraceWriter, read_trace, write_json
+from .triggers import check_trigger, make_trigger
+from .units import Unit, base_model, find_units
+
+TRACE_FILE = "trace.jsonl"
+SUMMARY_FILE = "summary.json"
+STATE_KEY = "GNMRCallback"
+
+GRADIENTS_GONE = ("lomo", "adalomo", "layerwise")
+"""Optimizers (parts of their names) that use up each gradient inside the backward: no norm is left to read."""
+
+
+class GNMRCallback(TrainerCallback, ExportableState):
+    """Runtime stability control for low-precision training, as a Trainer callback.
+
+    Args:
+        config: thresholds and budget; None means the defaults of `GNMRConfig`. Its fields may also be given as keywords.
+        backend: "int8" (bitsandbytes INT8 ↔ BF16) or "none" (monitor only).
+        trigger: "gnmr", "none" (all on the low-cost path) or "all" (all on the recovery path).
+        recovery: "host" (original BF16 weights) or "dequantize" (BF16 compute on dequantised weights).
+        recovery_source: folder or Hub id of the original weights; None: what the model was loaded from.
+        layers: pattern for the decoder layers of an unknown architecture, e.g. "transformer.blocks.*".
+        eval_path: path in eval mode: "low", "recovery" or "active".
+        trace_path: file for the trace; None: `trace.jsonl` in the Trainer's output_dir; False: no trace, no summary.
+
+    Raises:
+        ConfigError: at construction, a setting that is not allowed.
+        SetupError: at train begin, a model or Trainer on which control cannot work; the message names the mend.
+    """
+
+    def __init__(
+        self,
+        config: GNMRConfig | dict[str, Any] | None = None,
+        *,
+        backend: str = "int8",
+        trigger: str = "gnmr",
+        recovery: str = "host",
+        recovery_source: str | os.PathLike[str] | None = None,
+        layers: str | None = None,
+        eval_path: str = "low",
+        trace_path: str | os.PathLike[str] | bool | None = None,
+        **settings: Any,
+    ) -> None:
+        known = [field.name for field in fields(GNMRConfig)]
+        for name in settings:
+            if name not in known:
+                raise ConfigError(f"GNMRCallback has no argument {name!r}: GNMRConfig's fields are {', '.join(known)}")
+        if config is not None and settings:
+            raise ConfigError(f"give config= or its fields as keywords, not both (got {', '.join(settings)})")
+        if isinstance(config, dict):
+            config = GNMRConfig(**config)
+        if config is not None and not isinstance(config, GNMRConfig):
+            raise ConfigError(f"config={config!r}: a GNMRConfig is allowed")
+        check_backend(backend)
+        check_trigger(trigger)
+        check_options(recovery=recovery, recovery_source=recovery_source, eval_path=eval_path)
+        if trace_path is True:
+            raise ConfigError("trace_path=True: a path, None or False is allowed")
+        if backend == "none" and trigger != "gnmr":
+            raise ConfigError(f"trigger={trigger!r} with backend='none': nothing is switched, leave the trigger at 'gnmr'")
+        self.config = config or GNMRConfig(**settings)
+        self.backend_name, self.trigger_name = backend, trigger
+        self.recovery, self.recovery_source, self.eval_path = recovery, recovery_source, eval_path
+        self.layers, self.trace_path = layers, trace_path
+
+        self.units: list[Unit] = []
+        self.controller: Controller | None = None
+        self.decision: Decision | None = None
+        """The latest decision; None before the first step."""
+        self.summary: dict[str, Any] | None = None
+        """The figures of the run, once it has ended."""
+        self._backend: Backend | None = None
+        self._gradients: GradientNorms | None = None
+        self._trace: TraceWriter | None = None
+        self._state: dict[str, Any] | None = None
+
+    # -- Trainer events ------------------------------------------------------------------------------------------
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._tear_down()
+        model = kwargs["model"]
+        refuse_unreadable_gradients(args, model)
+        accumulation = args.gradient_accumulation_steps
+        _refuse_windows_never_full(kwargs.get("train_dataloader"), accumulation)
+        self.units = find_units(model, self.layers)
+        options: dict[str, Any] = {}
+        if self.backend_name == "int8":
+            options = {
+                "recovery": self.recovery,
+                "recovery_source": self.recovery_source,
+                "eval_path": self.eval_path,
+            }
+        self._backend = BACKENDS[self.backend_name](model, self.units, **options)
+        try:
+            self._begin(args, state, model, kwargs.get("optimizer"))
+        except BaseException:
+            self._tear_down()
+            raise
+
+    def _begin(self, args: TrainingArguments, state: TrainerState, model: nn.Module, optimizer: Any) -> None:
+        assert self._backend is not None
+        recoverable = self._backend.recoverable
+        count = int(recoverable.sum())
+        if count and isinstance(self.config.max_o, int) and self.config.max_o > count:
+            raise ConfigError(f"max_o={self.config.max_o}: the model has {count} recoverable units, at most that is allowed")
+        self.controller = make_trigger(
+            self.trigger_name, len(self.units), self.config, total_steps=state.max_steps, recoverable=recoverable
+        )
+        resumed = self._restore(state)
+        scaler = getattr(optimizer, "scaler", None)
+        self._gradients = GradientNorms(model, self.units, scaler)
+        self._scaled = scaler is not None and scaler.is_enabled()
+        self._micro_batches = 0
+        self._reading: Reading | None = None
+        self._withheld = False
+        self._before_ms = 0.0
+        self.decision = None
+        self.summary = None
+        self._backend.apply(self.controller.active)
+        census = self.census()
+        if state.is_world_process_zero:
+            for line in census_in_words(census):
+                print(line, flush=True)
+            if self.trace_path is not False:
+                path = Path(args.output_dir) / TRACE_FILE if self.trace_path is None else Path(str(self.trace_path))
+                self._trace = TraceWriter(path, self._header(state, census), state.global_step if resumed else None)
+                if self._trace.set_aside is not None:
+                    print(f"GNMR: earlier trace lines set aside in {self._trace.set_aside}", flush=True)
+        self._step_start = time.perf_counter()
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # With an iterable data set this can come in the middle of a window, whose clock already runs.
+        if self._micro_batches == 0:
+            self._step_start = time.perf_counter()
+
+    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._micro_batches += 1
+
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        assert self._gradients is not None
+        self._micro_batches += 1
+        self._reading = self._gradients.read()
+        if self._reading is None:
+            raise SetupError(
+                f"no gradient was seen at step {state.global_step + 1}: the loss does not come from the outputs of the "
+                "model that the Trainer calls (a custom compute_loss that calls an inner module?). Compute the loss "
+                "from model(**inputs), so that the unclipped gradient can be read"
+            )
+        if not self._scaled and not math.isfinite(self._reading.total_norm):
+            # A scaler would skip this update. Without one the optimizer would write NaN into every parameter it
+            # touches (clipping spreads one bad layer over all), and no later step could be finite again.
+            self._gradients.drop_gradients()
+            self._withheld = True
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        assert self.controller is not None and self._backend is not None and self._reading is not None
+        start = time.perf_counter()
+        reading = self._reading
+        active = self.controller.active
+        skipped = self._not_a_step(args, kwargs.get("optimizer"))
+        decision = None
+        if skipped is None:
+            decision = self.decision = self.controller.step(reading.norms)
+            self._backend.apply(decision.active)
+        end = time.perf_counter()
+        if state.is_world_process_zero:
+            self._report(state.global_step, reading, skipped)
+        if self._trace is not None:
+            self._trace.write({
+                "step": state.global_step,
+                "loss": reading.loss,
+                "grad_norm": reading.total_norm,
+                "norms": encode_floats(reading.norms),
+                "gnmr": encode_floats(decision.gnmr) if decision else None,
+                "delta_gnmr": encode_floats(decision.delta_gnmr) if decision else None,
+                "risk": encode_floats(decision.risk) if decision else None,
+                "alpha": decision.alpha if decision else None,
+                "beta": decision.beta if decision else None,
+                "triggered": np.flatnonzero(decision.triggered).tolist() if decision else [],
+                "active": np.flatnonzero(active).tolist(),
+                "micro_batches": self._micro_batches,
+                "skipped": skipped,
+                "update_withheld": self._withheld,
+                "step_ms": 1e3 * (end - self._step_start),
+                "controller_ms": 1e3 * (reading.seconds + end - start),
+                "recovery_bytes": self._backend.recovery_bytes(active),
+            })
+        self._last_active = active
+        self._micro_batches = 0
+        self._withheld = False
+        self._step_start = time.perf_counter()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        trace = self._trace
+        self._tear_down()
+        if trace is None:
+            return
+        try:
+            self.summary = summarise(read_trace(trace.path))
+        except (TraceError, KeyError) as error:
+            warnings.warn(f"no {SUMMARY_FILE}: the trace cannot be read back ({error})", stacklevel=2)
+            return
+        write_json(trace.path.with_name(SUMMARY_FILE), self.summary)
+        print(summary_in_words(self.summary), flush=True)
+
+    # -- State in the Trainer's checkpoints ------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer stores in `trainer_state.json`: arguments to build this callback anew, and its state."""
+        return {
+            "args": {
+                "config": self.config.to_dict(),
+                "backend": self.backend_name,
+                "trigger": self.trigger_name,
+                "recovery": self.recovery,
+                "recovery_source": None if self.recovery_source is None else str(self.recovery_source),
+                "layers": self.layers,
+                "eval_path": self.eval_path,
+                "trace_path": self.trace_path if isinstance(self.trace_path, bool) or self.trace_path is None
+                else str(self.trace_path),
+            },
+            "attributes": {"_state": self.controller.state_dict() if self.controller is not None else self._state},
+        }
+
+    def _restore(self, state: TrainerState) -> bool:
+        """Continue from the state in the checkpoint, if this is a resumed run; returns whether it is one."""
+        assert self.controller is not None
+        stored = state.stateful_callbacks.get(STATE_KEY) if state.stateful_callbacks else None
+        if isinstance(stored, list):
+            stored = stored[-1]
+        # A checkpoint written without this callback has no entry, and the Trainer's next save would miss it.
+        state.stateful_callbacks.setdefault(STATE_KEY, {})
+        if state.global_step == 0:
+            return False
+        saved = ((stored or {}).get("attributes") or {}).get("_state")
+        if saved is None:
+            warnings.warn(
+                f"resumed at step {state.global_step} from a checkpoint without GNMR state: the history starts anew",
+                stacklevel=2,
+            )
+        else:
+            self.controller.load_state_dict(saved)
+        return True
+
+    # -- What is printed, logged and written -----------------------------------------------------------------------
+
+    def scalars(self) -> dict[str, float]:
+        """The latest step's figures, for a `Trainer.log` that adds them to its logs; empty before the first step."""
+        if self.decision is None or self.controller is None:
+            return {}
+        recoverable = int(self.controller.recoverable.sum())
+        return {
+            "gnmr/max": float(self.decision.gnmr.max()),
+            "gnmr/delta_max": float(self.decision.delta_gnmr.max()),
+            "gnmr/triggered": int(self.decision.triggered.sum()),
+            "gnmr/active": int(self.decision.active.sum()),
+            "gnmr/promotion": float(self.decision.active.sum() / recoverable) if recoverable else 0.0,
+        }
+
+    def census(self) -> dict[str, Any]:
+        """What is monitored and switched, in plain JSON values."""
+        assert self._backend is not None and self.controller is not None
+        backend, controller = self._backend, self.controller
+        recoverable = int(backend.recoverable.sum())
+        # `all` and the fidelity warm-up are exempt from maxO.
+        seats = recoverable if self.trigger_name == "all" or controller.fidelity_warmup_steps else controller.max_o
+        return {
+            "units": len(self.units),
+            "recoverable_units": recoverable,
+            "trainable_parameters_in_units": sum(p.numel() for unit in self.units for p in unit.parameters),
+            "backend": self.backend_name,
+            "trigger": self.trigger_name,
+            "max_o": controller.max_o,
+            "recovery_bytes_bound": backend.recovery_bytes_bound(0 if self.trigger_name == "none" else seats),
+            "resident_bytes": backend.resident_bytes,
+            **backend.census(),
+        }
+
+    def _header(self, state: TrainerState, census: dict[str, Any]) -> dict[str, Any]:
+        assert self._backend is not None and self.controller is not None
+        backend = self._backend
+        return {
+            "units": [
+                {
+                    "index": unit.index,
+                    "layer": unit.layer,
+                    "name": unit.name,
+                    "recoverable": bool(backend.recoverable[unit.index]),
+                    "bytes_low": int(backend.bytes_low[unit.index]),
+                    "bytes_recovery": int(backend.bytes_recovery[unit.index]),
+                }
+                for unit in self.units
+            ],
+            "config": self.config.to_dict(),
+            "total_steps": state.max_steps,
+            "max_o": self.controller.max_o,
+            "trigger": self.trigger_name,
+            "backend": self.backend_name,
+            "census": census,
+        }
+
+    def _not_a_step(self, args: TrainingArguments, optimizer: Any) -> str | None:
+        """Why the optimizer step that just was is no step for the controller; None if it is one."""
+        if getattr(optimizer, "step_was_skipped", False):
+            return "loss scaler skipped the update"
+        if self._micro_batches != args.gradient_accumulation_steps:
+            return f"window of {self._micro_batches} micro-batches instead of {args.gradient_accumulation_steps}"
+        return None
+
+    def _report(self, step: int, reading: Reading, skipped: str | None) -> None:
+        """Say what must not go unnoticed."""
+        bad = [self.units[i].layer for i in np.flatnonzero(~np.isfinite(reading.norms))]
+        if skipped is None and (bad or self._withheld):
+            where = f"in layer{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}" if bad else "outside the layers"
+            update = "; the optimizer's update was withheld" if self._withheld else ""
+            print(f"GNMR: step {step}: gradient not finite {where}{update}", flush=True)
+
+    def _tear_down(self) -> None:
+        if self._gradients is not None:
+            self._gradients.remove()
+        if self._backend is not None:
+            self._backend.remove()
+        if self._trace is not None:
+            self._trace.close()
+        self._gradients = self._backend = self._trace = None
+
+
+def refuse_unreadable_gradients(args: TrainingArguments, model: nn.Module) -> None:
+    """Raise SetupError where the unclipped gradient cannot be read, or the model's paths cannot be switched."""
+    kind = AcceleratorState().distributed_type if AcceleratorState._shared_state else DistributedType.NO
+    if kind in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM):
+        raise SetupError(
+            f"{kind.value}: gradients are partitioned or kept by the engine, so a layer's unclipped norm cannot be read. "
+            "Use one process, DDP, or device_map"
+        )
+    optimizer = str(getattr(args.optim, "value", args.optim)).lower()
+    if any(part in optimizer for part in GRADIENTS_GONE):
+        raise SetupError(
+            f"optim={optimizer!r} uses up each gradient inside the backward, so no norm is left to read. "
+            "Use an optimizer that steps after the backward, such as adamw_torch"
+        )
+    if args.n_gpu > 1 and not getattr(base_model(model), "is_loaded_in_8bit", False):
+        raise SetupError(
+            f"torch.nn.DataParallel over {args.n_gpu} GPUs replicates the model in every forward. "
+            "Start one process per GPU (torchrun or accelerate launch), or make one GPU visible"
+        )
+
+
+def _refuse_windows_never_full(dataloader: Any, accumulation: int) -> None:
+    try:
+        batches = len(dataloader)
+    except TypeError:
+        return  # an iterable data set does not know
+    if 0 < batches < accumulation:
+        raise SetupError(
+            f"an epoch has {batches} micro-batches, fewer than gradient_accumulation_steps={accumulation}: no window would "
+            "ever be complete and the controller would never decide. Lower gradient_accumulation_steps or the batch size"
+        )
+
+
+def census_in_words(census: dict[str, Any]) -> list[str]:
+    """The census as the lines printed at train begin."""
+    lines = [
+        f"GNMR: {census['units']} units (decoder layers with trainable parameters), {census['recoverable_units']} "
+        f"recoverable; backend {census['backend']}, trigger {census['trigger']}, maxO {census['max_o']}"
+    ]
+    if "path" in census:
+        return [*lines, f"GNMR: {census['path']}"]
+    others = ", ".join(f"{count} {kind}" for kind, count in census["modules_not_switched"].items()) or "none"
+    lines += [
+        f"GNMR: {census['modules_switched']} modules switched (not switched: {others}); "
+        f"{census['share_switched']:.1%} of the layers' frozen weight bytes",
+        f"GNMR: low-cost path: {census['low_path']}; {census['bytes_low']:,} bytes",
+        f"GNMR: recovery path: {census['recovery_path']} ({census['recovery_source']}); {census['bytes_recovery']:,} bytes "
+        f"for all layers, at most {census['recovery_bytes_bound']:,} added at a time, {census['resident_bytes']:,} resident "
+        "whatever is active",
+        f"GNMR: evaluation during training runs the {census['eval_path']} path",
+    ]
+    if "note" in census:
+        lines.append(f"GNMR: {census['note']}")
+    return lines
+
+
+def summary_in_words(summary: dict[str, Any]) -> str:
+    """One line for the end of a run."""
+
+    def share(value: float | None) -> str:
+        return "n/a" if value is None else f"{value:.2%}"
+
+    return (
+        f"GNMR: {summary['steps']} steps ({summary['skipped_steps']} skipped, {summary['non_finite_steps']} not finite); "
+        f"promotion ratio {share(summary['promotion_ratio'])}, hit-maxO {share(summary['hit_max_o_rate'])}, "
+        f"{summary['switches']} switches; controller {summary['controller_ms'] or 0:.2f} ms a step "
+        f"({share(summary['controller_share'])})"
+    )

@@ -1,0 +1,145 @@
+"""The controller's settings: the paper's symbols, checked once.
+
+Every check names the field, the value it got and what is allowed, so that a wrong setting fails before a model is
+loaded.  Fractions of a step count or of a unit count are resolved here with exact rational arithmetic: 0.07 of 100
+steps is 7, although ``0.07 * 100`` is 7.000000000000001 in floating point.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from dataclasses import dataclass
+from fractions import Fraction
+from numbers import Integral, Real
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message names field, value and what is allowed."""
+
+
+class SetupError(RuntimeError):
+    """A model, Trainer or machine on which training must not start; the message names the reason and the mend."""
+
+
+@dataclass
+class GNMRConfig:
+    """Thresholds, windows and budget of the risk monitor and the recovery policy.
+
+    The symbols are those of the GNMR paper (arXiv 2606.00539), Algorithms 1 and 2 and section 3.4.  The defaults are
+    its LLaMA-2 13B LoRA setting (Appendix E.3), with maxO given as a share of the layers.
+
+    Raises:
+        ConfigError: at construction, naming the field, its value and the allowed range.
+    """
+
+    alpha: float = 1.1
+    """Long-horizon threshold α on GNMR once the initial phase is over. Finite, above 0."""
+
+    alpha_init: float = 1.5
+    """α during the initial phase, while the history is short. Finite, above 0."""
+
+    alpha_init_fraction: float = 0.025
+    """Length of the initial phase as a share of the total steps, 0 to 1, rounded up to whole steps. 0: α is constant."""
+
+    beta: float | None = 1.5
+    """Short-window threshold β on Δ-GNMR. Finite, above 0; None switches Δ-GNMR off as a trigger."""
+
+    delta: int = 5
+    """Length δ of Δ-GNMR's window, in finite GNMR values of the unit. At least 1."""
+
+    max_o: int | float = 0.25
+    """Budget maxO: a whole number of units (0: nothing is ever lifted), or a float strictly between 0 and 1: that share
+    of the recoverable units, rounded down, at least 1."""
+
+    t_lock: int = 1
+    """T_lock: for how many further decisions a unit stays a candidate after a trigger that got a seat. At least 0."""
+
+    fidelity_warmup: float = 0.0
+    """Share of the total steps, 0 to 1, rounded up, run with every recoverable unit on the recovery path."""
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "alpha_init"):
+            setattr(self, name, _positive(name, getattr(self, name)))
+        if self.beta is not None:
+            self.beta = _positive("beta", self.beta, " (or None: Δ-GNMR triggers nothing)")
+        for name in ("alpha_init_fraction", "fidelity_warmup"):
+            value = _number(name, getattr(self, name), "a share of the steps from 0 to 1")
+            if not 0.0 <= value <= 1.0:
+                raise ConfigError(f"{name}={value!r}: a share of the steps from 0 to 1 is allowed")
+            setattr(self, name, value)
+        self.delta = _whole("delta", self.delta, 1)
+        self.t_lock = _whole("t_lock", self.t_lock, 0)
+        self.max_o = _check_max_o(self.max_o)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain JSON values."""
+        return dataclasses.asdict(self)
+
+    def resolve_max_o(self, recoverable_units: int) -> int:
+        """maxO as a number of units, clipped to the number of recoverable ones (SPEC: the controller clips)."""
+        if recoverable_units <= 0:
+            return 0
+        if isinstance(self.max_o, int):
+            return min(self.max_o, recoverable_units)
+        return max(1, math.floor(exact(self.max_o) * recoverable_units))
+
+    def resolve_steps(self, field: str, total_steps: int | None) -> int:
+        """A share of the steps as whole steps, rounded up.
+
+        Raises:
+            ConfigError: a share above 0 without a total number of steps.
+        """
+        share = getattr(self, field)
+        if share == 0:
+            return 0
+        if total_steps is None:
+            raise ConfigError(
+                f"{field}={share!r} is a share of the total number of steps, which is unknown here: "
+                f"give total_steps, or set {field}=0"
+            )
+        return math.ceil(exact(share) * total_steps)
+
+
+def exact(value: float) -> Fraction:
+    """The decimal number that the user wrote, as an exact fraction (0.07 is 7/100, not the nearest binary double)."""
+    return Fraction(repr(float(value)))
+
+
+def _number(name: str, value: Any, allowed: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ConfigError(f"{name}={value!r} is a {type(value).__name__}: {allowed} is allowed")
+    return float(value)
+
+
+def _positive(name: str, value: Any, also: str = "") -> float:
+    allowed = f"a finite number above 0{also}"
+    number = _number(name, value, allowed)
+    if not math.isfinite(number) or number <= 0:
+        raise ConfigError(f"{name}={value!r}: {allowed} is allowed")
+    return number
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    allowed = f"a whole number, at least {least},"
+    number = _number(name, value, allowed)
+    if not math.isfinite(number) or number != int(number) or number < least:
+        raise ConfigError(f"{name}={value!r}: {allowed} is allowed")
+    return int(number)
+
+
+def _check_max_o(value: Any) -> int | float:
+    allowed = "a whole number of units (0 or more), or a float strictly between 0 and 1 (share of the recoverable units)"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ConfigError(f"max_o={value!r} is a {type(value).__name__}: {allowed} is allowed")
+    if isinstance(value, Integral):
+        if value < 0:
+            raise ConfigError(f"max_o={value!r}: {allowed} is allowed")
+        if value == 0:
+            warnings.warn("max_o=0: no unit is ever lifted, the run stays on the low-cost path", stacklevel=4)
+        return int(value)
+    if not 0.0 < float(value) < 1.0:
+        raise ConfigError(f"max_o={value!r}: {allowed} is allowed")
+    return float(value)

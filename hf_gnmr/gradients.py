@@ -1,0 +1,193 @@
+"""Norms of each unit's gradient as the optimizer would use it before clipping.
+
+Where the true gradient can be read under the Trainer: after the last micro-batch's backward and (under DDP) after the
+all-reduce, before clipping.  No Trainer event lies there, so the model itself tells: a forward hook puts a gradient hook
+on the model's outputs (loss and logits); the first of them to fire in a backward asks the autograd engine for a call at
+the end of that backward, and from there for one more, which comes after the calls that DDP queued meanwhile.  Hooks on
+*parameters* would not do: under reentrant checkpointing each layer is a backward of its own, and per micro-batch the
+gradients are neither accumulated nor reduced.
+
+Per step the device does one `_foreach_norm` per group of equal device and dtype (fp32 accumulation, no copy of a
+gradient); the norms of the parameters, the loss and the loss scale travel to the host in one vector, and are combined
+there in float64, where squares neither overflow nor vanish.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.state import GradientState
+from torch import Tensor, nn
+
+from .controller import Floats
+from .units import Unit, unwrap
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One optimizer step's gradient, on the host. Units of the loss as the model returned them."""
+
+    norms: Floats
+    """L2 norm per unit, float64, shape (num_units,): accumulated, rank-averaged, unscaled, unclipped."""
+    total_norm: float
+    """L2 norm over all trainable parameters, those outside the units included."""
+    loss: float | None
+    """This rank's loss over the step's micro-batches, weighted as in the backward; None where the model's own loss
+    output took no part in the backward (a custom loss)."""
+    seconds: float
+    """Time spent in working out and fetching the norms, without waiting for the backward itself."""
+
+
+class GradientNorms:
+    """Reads the norms at the end of every backward that completes an optimizer step.
+
+    Args:
+        model: the model whose `forward` the Trainer calls (below DDP and torch.compile).
+        units: the monitored units.
+        scaler: the gradient scaler in use (a `torch.amp.GradScaler`), or None.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], scaler: Any = None) -> None:
+        of_units = [p for unit in units for p in unit.parameters]
+        known = {id(p) for p in of_units}
+        rest = [p for p in unwrap(model).parameters() if p.requires_grad and id(p) not in known]
+        self.parameters: list[nn.Parameter] = of_units + rest
+        # Parameters lie unit by unit, so that a unit's share of the vector is one contiguous segment.
+        self._segments = np.cumsum([0] + [len(unit.parameters) for unit in units])[:-1]
+        self._of_units = len(of_units)
+        self._groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for i, p in enumerate(self.parameters):
+            self._groups.setdefault((p.device, p.dtype), []).append(i)
+        self._scaler = scaler
+        self._state = GradientState()
+        self._armed = False
+        self._losses: list[Tensor] = []
+        self._pending: tuple[Tensor, list[int], bool] | None = None
+        self._seconds = 0.0
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._handle = unwrap(model).register_forward_hook(self._on_forward)
+
+    def remove(self) -> None:
+        """Take the hook off the model."""
+        self._handle.remove()
+
+    def read(self) -> Reading | None:
+        """The reading of the optimizer step that is about to happen; None if no backward told of one.
+
+        The one transfer from device to host of a step.
+        """
+        if self._pending is None:
+            return None
+        vector, order, has_loss = self._pending
+        self._pending = None
+        if self._events is not None:
+            # Wait for the backward here, so that the time below is that of the norms and not of the backward.
+            self._events[1].synchronize()
+            self._seconds += self._events[0].elapsed_time(self._events[1]) / 1e3
+        start = time.perf_counter()
+        values = vector.to("cpu", torch.float64).numpy()
+        per_parameter = np.zeros(len(self.parameters))
+        per_parameter[order] = values[: len(order)]
+        scale = float(values[len(order)])
+        with np.errstate(over="ignore", invalid="ignore"):
+            square = np.square(per_parameter / scale)
+            norms = np.sqrt(np.add.reduceat(square[: self._of_units], self._segments))
+            total_norm = float(np.sqrt(square.sum()))
+        loss = float(values[len(order) + 1]) / scale if has_loss else None
+        seconds = self._seconds + time.perf_counter() - start
+        self._seconds = 0.0
+        return Reading(norms, total_norm, loss, seconds)
+
+    def drop_gradients(self) -> None:
+        """Take the gradients away before the optimizer sees them: it then updates nothing."""
+        for p in self.parameters:
+            p.grad = None
+
+    def _on_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not (torch.is_grad_enabled() and module.training):
+            return
+        self._armed = False  # a backward that was broken off must not keep the next one from being read
+        loss = getattr(output, "loss", None)
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(_LossHook(self, tensor.detach()) if tensor is loss else self._arm)
+
+    def _arm(self, grad: Tensor) -> None:
+        if not self._armed:
+            self._armed = True
+            queue_callback(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        queue_callback(self._after_reduction)
+
+    def _after_reduction(self) -> None:
+        self._armed = False
+        if not self._state.sync_gradients:
+            return
+        start = time.perf_counter()
+        cuda = self.parameters[0].device.type == "cuda"
+        if cuda:
+            self._events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            self._events[0].record()
+        parts: list[Tensor] = []
+        order: list[int] = []
+        home = self.parameters[0].device
+        for indices in self._groups.values():
+            present = [i for i in indices if self.parameters[i].grad is not None]
+            if present:
+                grads = [self.parameters[i].grad for i in present]
+                norms = torch._foreach_norm(grads, 2, torch.float32)  # type: ignore[arg-type]
+                parts.append(torch.stack(norms).to(home, non_blocking=True))
+                order += present
+        parts.append(self._scale(home))
+        if self._losses:
+            parts.append(torch.stack([x.to(home, torch.float32, non_blocking=True) for x in self._losses]).sum()[None])
+        self._pending = (torch.cat(parts), order, bool(self._losses))
+        self._losses = []
+        if cuda:
+            assert self._events is not None
+            self._events[1].record()
+        else:
+            self._seconds += time.perf_counter() - start
+
+    def _scale(self, device: torch.device) -> Tensor:
+        """The loss scale in force in this backward, shape (1,), without a host sync."""
+        if self._scaler is None or not self._scaler.is_enabled():
+            return torch.ones(1, device=device)
+        fetch = getattr(self._scaler, "_get_scale_async", None)
+        scale = fetch() if fetch is not None else None
+        if scale is None:
+            scale = torch.tensor(float(self._scaler.get_scale()))
+        return scale.detach().to(device, torch.float32).reshape(1).clone()
+
+
+class _LossHook:
+    """On the model's loss output: the gradient that arrives is the weight this micro-batch's loss has in the step's."""
+
+    def __init__(self, norms: GradientNorms, loss: Tensor) -> None:
+        self.norms = norms
+        self.loss = loss
+
+    def __call__(self, grad: Tensor) -> None:
+        self.norms._losses.append((self.loss.float() * grad.detach().float()).sum())
+        self.norms._arm(grad)
+
+
+def queue_callback(function: Any) -> None:
+    """Have the autograd engine call `function` at the end of the backward that is running."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors at the top level of a model's output."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, dict):
+        yield from (v for v in output.values() if isinstance(v, Tensor))
+    elif isinstance(output, (tuple, list)):
+        yield from (v for v in output if isinstance(v, Tensor))

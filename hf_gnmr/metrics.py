@@ -1,0 +1,97 @@
+"""The figures of a run, from its trace and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from typing import Any
+
+from .trace import Trace
+
+
+def summarise(trace: Trace) -> dict[str, Any]:
+    """The figures that a run reports.
+
+    Steps that were no step for the controller (`skipped`) enter none of the shares; switches and dwell run over all
+    lines, since the active set stays in force during a skipped step.
+
+    Returns:
+        plain JSON values. A share without a denominator (no recoverable unit, no step, maxO 0) is None.
+    """
+    header, lines = trace.header, trace.steps
+    recoverable = [unit["index"] for unit in header["units"] if unit["recoverable"]]
+    counted = [line for line in lines if line["skipped"] is None]
+    active_units = sum(len(line["active"]) for line in counted)
+    pairs = len(counted) * len(recoverable)
+    max_o = header["max_o"]
+    step_ms = sum(line["step_ms"] for line in lines)
+    controller_ms = sum(line["controller_ms"] for line in lines)
+    lifted = Counter(unit for line in counted for unit in line["active"])
+    return {
+        "steps": len(lines),
+        "skipped_steps": len(lines) - len(counted),
+        "non_finite_steps": sum(any(not math.isfinite(float(n)) for n in line["norms"]) for line in lines),
+        "withheld_updates": sum(bool(line.get("update_withheld")) for line in lines),
+        "backend": header["backend"],
+        "trigger": header["trigger"],
+        "units": len(header["units"]),
+        "recoverable_units": len(recoverable),
+        "max_o": max_o,
+        "promotion_ratio": _share(active_units, pairs),
+        "hit_max_o_rate": (
+            _share(sum(len(line["active"]) == max_o for line in counted), len(counted)) if max_o and recoverable else None
+        ),
+        "gnmr_exceedance": _exceedance(counted, recoverable, "gnmr", "alpha"),
+        "delta_gnmr_exceedance": _exceedance(counted, recoverable, "delta_gnmr", "beta"),
+        "switches": sum(
+            len(set(a["active"]) ^ set(b["active"])) for a, b in itertools.pairwise(lines)
+        ),
+        "dwell": _dwell(lines, len(header["units"])),
+        "steps_on_recovery_by_layer": {
+            str(header["units"][unit]["layer"]): count for unit, count in sorted(lifted.items())
+        },
+        "peak_recovery_bytes": max((line["recovery_bytes"] for line in lines), default=0),
+        "recovery_bytes_bound": header["census"].get("recovery_bytes_bound", 0),
+        "resident_bytes": header["census"].get("resident_bytes", 0),
+        "bytes_low": sum(unit["bytes_low"] for unit in header["units"]),
+        "bytes_recovery": sum(unit["bytes_recovery"] for unit in header["units"]),
+        "step_ms": _share(step_ms, len(lines)),
+        "controller_ms": _share(controller_ms, len(lines)),
+        "controller_share": _share(controller_ms, step_ms),
+        "first_loss": lines[0]["loss"] if lines else None,
+        "last_loss": lines[-1]["loss"] if lines else None,
+        "trace_cut": trace.cut,
+    }
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _exceedance(lines: list[dict[str, Any]], units: list[int], score: str, threshold: str) -> float | None:
+    """Share of (recoverable unit, step) pairs whose score reaches the threshold in force at that step."""
+    compared = [line for line in lines if line[threshold] is not None]
+    over = sum(float(line[score][unit]) >= line[threshold] for line in compared for unit in units)
+    return _share(over, len(compared) * len(units))
+
+
+def _dwell(lines: list[dict[str, Any]], units: int) -> dict[str, Any]:
+    """Lengths of the runs of consecutive active steps of a unit: how many of each length, mean and longest."""
+    lengths: Counter[int] = Counter()
+    running = [0] * units
+    for line in [*lines, {"active": []}]:
+        active = set(line["active"])
+        for unit in range(units):
+            if unit in active:
+                running[unit] += 1
+            elif running[unit]:
+                lengths[running[unit]] += 1
+                running[unit] = 0
+    runs = sum(lengths.values())
+    return {
+        "runs": runs,
+        "mean": _share(sum(length * count for length, count in lengths.items()), runs),
+        "longest": max(lengths, default=0),
+        "counts": {str(length): count for length, count in sorted(lengths.items())},
+    }

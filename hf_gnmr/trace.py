@@ -1,0 +1,150 @@
+"""The trace of a run: a header line, then one JSON line a step, flushed as it is written.
+
+Whatever happens to the process, the lines of finished steps are on file; at worst the last line is cut, and reading
+says so.  Values that are not finite are the strings "inf", "-inf" and "nan", so every line is plain JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+SCHEMA = 1
+
+
+class TraceError(ValueError):
+    """A trace that is missing, foreign or broken; the message names file and line."""
+
+
+@dataclass
+class Trace:
+    """A trace as read."""
+
+    path: Path
+    header: dict[str, Any]
+    steps: list[dict[str, Any]]
+    cut: bool
+    """The last line was not complete and was left out."""
+
+
+class TraceWriter:
+    """Appends to one trace file.
+
+    Args:
+        path: the file. One that exists is never overwritten: it is moved to ``trace.1.jsonl`` and so on, unless
+            `resume_after` is given.
+        header: the header's fields (without `schema`).
+        resume_after: continue the file after this step; lines of later steps, which the resumed run takes again, are set
+            aside in ``trace.after-step-N.jsonl``. None: a new trace.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], header: dict[str, Any], resume_after: int | None = None) -> None:
+        self.path = Path(path)
+        self.set_aside: Path | None = None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if resume_after is not None and self.path.exists():
+            self.set_aside = _cut_after(self.path, resume_after)
+            self._file: IO[str] = self.path.open("a", encoding="utf-8")
+            return
+        if self.path.exists():
+            self.set_aside = free_name(self.path)
+            os.replace(self.path, self.set_aside)
+        self._file = self.path.open("w", encoding="utf-8")
+        self.write({"schema": SCHEMA, **header})
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one line and hand it to the operating system."""
+        self._file.write(json.dumps(plain(record), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; may be called twice."""
+        self._file.close()
+
+
+def read_trace(path: str | os.PathLike[str]) -> Trace:
+    """Read a trace back; floats come back exactly, "inf" and "nan" strings stay strings.
+
+    Raises:
+        TraceError: no such file, no header, a foreign schema, or a broken line other than the last.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise TraceError(f"{file}: no such trace")
+    lines = file.read_bytes().split(b"\n")
+    cut = lines[-1] != b""
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise TraceError(f"{file}, line {number}: not JSON ({error})") from error
+        if not isinstance(record, dict):
+            raise TraceError(f"{file}, line {number}: not an object")
+        records.append(record)
+    if not records:
+        raise TraceError(f"{file}: empty or cut within its header, no step can be read")
+    header = records[0]
+    if header.get("schema") != SCHEMA:
+        raise TraceError(f"{file}: schema {header.get('schema')!r}, {SCHEMA} can be read; is this a GNMR trace?")
+    for number, record in enumerate(records[1:], start=2):
+        if not isinstance(record.get("step"), int):
+            raise TraceError(f"{file}, line {number}: no step number")
+    return Trace(file, header, records[1:], cut)
+
+
+def plain(value: Any) -> Any:
+    """`value` with floats that are not finite as strings, containers included."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {key: plain(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    return value
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write a JSON file whole or not at all."""
+    file = Path(path)
+    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(plain(value), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(partial, file)
+
+
+def free_name(path: Path) -> Path:
+    """The first of ``trace.1.jsonl``, ``trace.2.jsonl``, … that is not taken."""
+    number = 1
+    while (other := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    return other
+
+
+def _cut_after(path: Path, step: int) -> Path | None:
+    """Keep the header and the lines up to `step`; move the rest, a broken tail included, to a file of its own."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept: list[bytes] = []
+    for number, line in enumerate(lines):
+        try:
+            record = json.loads(line)
+            keep = line.endswith(b"\n") and (number == 0 or record["step"] <= step)
+        except (ValueError, KeyError, TypeError):
+            keep = False
+        if not keep:
+            break
+        kept.append(line)
+    rest = lines[len(kept) :]
+    if not rest:
+        return None
+    aside = path.with_name(f"{path.stem}.after-step-{step}{path.suffix}")
+    if aside.exists():
+        aside = free_name(aside)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_bytes(b"".join(kept))
+    aside.write_bytes(b"".join(rest))
+    os.replace(partial, path)
+    return aside

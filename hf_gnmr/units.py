@@ -1,0 +1,135 @@
+"""Which modules make a unit: the only file that knows module and architecture names.
+
+A unit is a decoder layer with trainable parameters.  Layers are found by structure, not by a table of model names: the
+one `nn.ModuleList` inside the (text) decoder that is as long as the text configuration's `num_hidden_layers`.  That
+holds for `model.layers` (Llama, Mistral, Qwen, Gemma), `transformer.h` (GPT-2, BLOOM), `model.decoder.layers` (OPT) and
+`gpt_neox.layers`, and keeps vision towers and lists of experts out.  Where it does not hold, the user names the layers
+with a pattern such as ``"transformer.blocks.*"``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .config import SetupError
+
+PEFT_INFIX = ".base_layer"
+"""PEFT keeps the module it adapts under this name; names without it are those of the model as loaded."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One monitored decoder layer."""
+
+    index: int
+    """Position among the units."""
+    layer: int
+    """The model's own layer index."""
+    name: str
+    """Module name in the base model, without PEFT's additions."""
+    module: nn.Module
+    parameters: tuple[nn.Parameter, ...]
+    """Its trainable parameters, at least one."""
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model below DistributedDataParallel and torch.compile wrappers; PEFT's model is kept."""
+    inner: Any = model
+    while True:
+        if hasattr(inner, "_orig_mod"):
+            inner = inner._orig_mod
+        elif isinstance(inner, (DistributedDataParallel, nn.DataParallel)):
+            inner = inner.module
+        else:
+            return inner
+
+
+def base_model(model: nn.Module) -> Any:
+    """The transformers model itself, below wrappers and PEFT."""
+    inner: Any = unwrap(model)
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+
+
+def canonical(name: str) -> str:
+    """A module or parameter name as it was before PEFT wrapped the model."""
+    return name.replace(PEFT_INFIX, "")
+
+
+def decoder_layers(model: nn.Module, pattern: str | None = None) -> list[tuple[int, str, nn.Module]]:
+    """The decoder layers as (layer index, name, module), in order.
+
+    Args:
+        model: a transformers model, possibly under PEFT, DDP or torch.compile.
+        pattern: module names with ``*`` for the layer index, for architectures that the search does not know.
+
+    Raises:
+        SetupError: no list of layers, or more than one; the message names the candidates and the option.
+    """
+    base = base_model(model)
+    if pattern is not None:
+        return _by_pattern(base, pattern)
+    config: Any = getattr(base, "config", None)
+    text_config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    depth = getattr(text_config, "num_hidden_layers", None)
+    decoder = (base.get_decoder() if hasattr(base, "get_decoder") else None) or base
+    prefix = next(name for name, module in base.named_modules() if module is decoder) if decoder is not base else ""
+    found: list[tuple[str, nn.ModuleList]] = []
+    for name, module in decoder.named_modules(prefix=prefix):
+        nested = any(name.startswith(outer + ".") for outer, _ in found)
+        if isinstance(module, nn.ModuleList) and len(module) == depth and not nested:
+            found.append((name, module))
+    if len(found) != 1:
+        seen = ", ".join(f"{name} ({len(module)})" for name, module in found) or "none"
+        raise SetupError(
+            f"cannot tell the decoder layers of {type(base).__name__}: lists of {depth} modules in its decoder: {seen}. "
+            f'Name them with layers="path.to.layers.*"; module lists in the model: {_module_lists(base)}'
+        )
+    name, layers = found[0]
+    return [(index, f"{canonical(name)}.{index}", layer) for index, layer in enumerate(layers)]
+
+
+def find_units(model: nn.Module, pattern: str | None = None) -> list[Unit]:
+    """The decoder layers that have trainable parameters, as units.
+
+    Raises:
+        SetupError: no decoder layer found, or none of them has a trainable parameter.
+    """
+    layers = decoder_layers(model, pattern)
+    units: list[Unit] = []
+    for index, name, module in layers:
+        parameters = tuple(p for p in module.parameters() if p.requires_grad)
+        if parameters:
+            units.append(Unit(len(units), index, name, module, parameters))
+    if not units:
+        elsewhere = [canonical(name) for name, p in base_model(model).named_parameters() if p.requires_grad]
+        where = f"trainable parameters only in {', '.join(elsewhere[:3])}" if elsewhere else "no trainable parameter"
+        raise SetupError(
+            f"none of the {len(layers)} decoder layers has a trainable parameter ({where}): there is no gradient to "
+            "monitor. Add LoRA to the decoder layers, e.g. LoraConfig(target_modules='all-linear')"
+        )
+    return units
+
+
+def _by_pattern(base: nn.Module, pattern: str) -> list[tuple[int, str, nn.Module]]:
+    if pattern.count("*") != 1:
+        raise SetupError(f"layers={pattern!r}: a module name with one * for the layer index is allowed")
+    before, after = map(re.escape, pattern.split("*"))
+    expression = re.compile(rf"{before}(\d+){after}")
+    layers = []
+    for name, module in base.named_modules():
+        match = expression.fullmatch(canonical(name))
+        if match and not name.endswith(PEFT_INFIX):
+            layers.append((int(match[1]), canonical(name), module))
+    if not layers:
+        raise SetupError(f"layers={pattern!r} matches no module; module lists in the model: {_module_lists(base)}")
+    return sorted(layers, key=lambda entry: entry[0])
+
+
+def _module_lists(base: nn.Module) -> str:
+    lists = [f"{name}.* ({len(m)})" for name, m in base.named_modules() if isinstance(m, nn.ModuleList)]
+    return ", ".join(lists[:8]) or "none"

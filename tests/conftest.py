@@ -1,0 +1,102 @@
+"""Shared fixtures: a tiny random LLaMA on disk, loaded in BF16 and in 8-bit, and a Trainer around it.
+
+Offline by force, and one thread: the models are so small that threads only get in each other's way.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import json
+import pathlib
+import sys
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+torch.set_num_threads(1)
+
+VOCABULARY = 128
+
+
+def tiny_config(**changes):
+    return LlamaConfig(**{
+        "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, **changes,
+    })
+
+
+def save_llama(folder, dtype=torch.bfloat16, seed=0, **changes):
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(tiny_config(**changes)).to(dtype)
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            p.data.normal_()
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """Folder of a BF16 checkpoint: 3 layers, hidden 64."""
+    return save_llama(tmp_path_factory.mktemp("tiny") / "llama")
+
+
+def load_bf16(folder, **kwargs):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **kwargs)
+
+
+def load_int8(folder, threshold=6.0, dtype=torch.bfloat16, **kwargs):
+    quantization = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=threshold)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=quantization, **kwargs)
+
+
+def with_lora(model, trained=False, **changes):
+    """LoRA on all linears; `trained`: B is not zero, as after training."""
+    torch.manual_seed(7)
+    options = {"r": 4, "target_modules": "all-linear", "init_lora_weights": not trained, **changes}
+    return get_peft_model(model, LoraConfig(**options))
+
+
+def token_rows(rows=64, length=16, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, VOCABULARY, (rows, length), generator=generator).tolist()
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+@pytest.fixture
+def trainer_for(tmp_path):
+    """A function: model and callback -> Trainer on random rows, six steps unless told otherwise."""
+
+    def build(model, *callbacks, rows=None, trainer_class=Trainer, **changes):
+        more = {key: changes.pop(key) for key in ("compute_loss_func", "eval_dataset", "optimizers") if key in changes}
+        arguments = {
+            "output_dir": str(tmp_path / "run"), "use_cpu": True, "report_to": [], "max_steps": 6, "save_strategy": "no",
+            "per_device_train_batch_size": 4, "learning_rate": 1e-3, "logging_steps": 1, "disable_tqdm": True, "seed": 0,
+            **changes,
+        }
+        return trainer_class(
+            model, TrainingArguments(**arguments), train_dataset=rows or token_rows(), callbacks=list(callbacks), **more
+        )
+
+    return build
+
+
+def trace_lines(run):
+    """Header and step lines of a run's trace."""
+    lines = [json.loads(line) for line in (pathlib.Path(run) / "trace.jsonl").read_text().splitlines()]
+    return lines[0], lines[1:]

@@ -1,0 +1,78 @@
+"""Settings are checked at construction, each error naming field, value and what is allowed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_gnmr import Controller, GNMRConfig
+from hf_gnmr.config import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("alpha", -1.0), ("alpha", 0.0), ("alpha", math.nan), ("alpha", math.inf), ("alpha", "1.1"), ("alpha", True),
+        ("alpha_init", math.nan), ("beta", -0.5), ("beta", math.nan), ("beta", 0),
+        ("alpha_init_fraction", 1.5), ("alpha_init_fraction", -0.1), ("alpha_init_fraction", math.nan),
+        ("fidelity_warmup", 2), ("fidelity_warmup", "0.1"),
+        ("delta", 0), ("delta", 2.5), ("delta", "5"), ("t_lock", -1), ("t_lock", 0.5),
+        ("max_o", -1), ("max_o", 1.0), ("max_o", 2.0), ("max_o", 0.0), ("max_o", -0.25), ("max_o", math.nan),
+        ("max_o", "4"), ("max_o", True), ("max_o", None),
+    ],
+)
+def test_values_outside_the_allowed_range(field, value):
+    with pytest.raises(ConfigError) as error:
+        GNMRConfig(**{field: value})
+    assert f"{field}={value!r}" in str(error.value)
+    assert "is allowed" in str(error.value)
+
+
+def test_whole_floats_are_whole_numbers_and_beta_may_be_off():
+    config = GNMRConfig(delta=3.0, t_lock=2.0, beta=None)
+    assert (config.delta, config.t_lock) == (3, 2)
+    assert isinstance(config.delta, int)
+
+
+def test_zero_max_o_warns():
+    with pytest.warns(UserWarning, match="no unit is ever lifted"):
+        GNMRConfig(max_o=0)
+
+
+def test_fractions_of_steps_round_up_without_floating_point_surprises():
+    for fraction, total, steps in ((0.07, 100, 7), (0.29, 100, 29), (0.025, 100, 3), (0.1, 30, 3), (1.0, 7, 7)):
+        assert GNMRConfig(alpha_init_fraction=fraction).resolve_steps("alpha_init_fraction", total) == steps
+
+
+@given(st.integers(0, 1000), st.integers(1, 3))
+def test_count_over_a_thousand_is_that_count(count, times):
+    config = GNMRConfig(alpha_init_fraction=count / 1000)
+    assert config.resolve_steps("alpha_init_fraction", 1000 * times) == count * times
+
+
+def test_share_of_units_rounds_down_but_to_at_least_one():
+    for share, units, seats in ((0.25, 40, 10), (0.25, 30, 7), (0.25, 3, 1), (0.29, 100, 29), (0.9999, 4, 3)):
+        assert GNMRConfig(max_o=share).resolve_max_o(units) == seats
+
+
+def test_max_o_above_the_units_is_clipped_by_the_controller():
+    assert Controller(3, GNMRConfig(max_o=9, alpha_init_fraction=0)).max_o == 3
+    assert Controller(3, GNMRConfig(max_o=9, alpha_init_fraction=0), recoverable=[True, False, False]).max_o == 1
+
+
+def test_a_share_of_the_steps_needs_their_number():
+    with pytest.raises(ConfigError, match="alpha_init_fraction=0.025.*total_steps"):
+        Controller(3, GNMRConfig())
+    with pytest.raises(ConfigError, match="fidelity_warmup=0.1"):
+        Controller(3, GNMRConfig(alpha_init_fraction=0, fidelity_warmup=0.1))
+    Controller(3, GNMRConfig(alpha_init_fraction=0))
+
+
+def test_a_mask_of_the_wrong_length():
+    with pytest.raises(ConfigError, match=r"recoverable has shape \(2,\)"):
+        Controller(3, GNMRConfig(alpha_init_fraction=0), recoverable=[True, False])
+    with pytest.raises(ConfigError, match="num_units=0"):
+        Controller(0, GNMRConfig(alpha_init_fraction=0))
