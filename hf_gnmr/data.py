@@ -1,0 +1,168 @@
+"""Rows of prompt and answer, from the Hub, a file or the built-in generator, to token sequences.
+
+The loss is taken on the answer and the end token only.  No row is dropped: one that is too long loses the end of its
+answer, and where the prompt leaves no room for that, the beginning of its prompt; both are counted and printed.
+"""
+
+from __future__ import annotations
+
+import os
+import string
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, load_dataset
+
+from .recipe import DataSection, RecipeError
+
+LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+IGNORED = -100
+"""The label that transformers' losses leave out."""
+
+
+@dataclass
+class Counts:
+    """What became of the rows of one set."""
+
+    rows: int = 0
+    tokens: int = 0
+    answer_tokens: int = 0
+    answers_cut: int = 0
+    """Rows whose answer lost its end."""
+    prompts_cut: int = 0
+    """Rows whose prompt lost its beginning as well."""
+
+    def in_words(self) -> str:
+        return (
+            f"{self.rows:,} rows, {self.tokens:,} tokens, {self.answer_tokens:,} of them answer; "
+            f"{self.answers_cut:,} answers and {self.prompts_cut:,} prompts cut to the length limit"
+        )
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def load_rows(section: DataSection, seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Training and held-out rows as {"prompt", "answer"} texts, in a fixed order.
+
+    Raises:
+        RecipeError: no such file, data set, split or column, or an empty value; the message names it.
+    """
+    if section.name == "builtin":
+        from . import wordproblems
+
+        table = wordproblems.generate("train", section.rows or 2000, seed=seed)
+        held_out = wordproblems.generate("test", section.eval_rows, seed=seed) if section.eval_rows else []
+    else:
+        table = _load(section, section.split)
+        if section.eval_split is not None:
+            held_out = _load(section, section.eval_split)[: section.eval_rows]
+        else:
+            if section.eval_rows >= len(table):
+                raise RecipeError(f"data.eval_rows={section.eval_rows}: {section.name} has only {len(table)} rows")
+            kept = len(table) - section.eval_rows
+            table, held_out = table[:kept], table[kept:]
+        if section.rows is not None:
+            table = table[: section.rows]
+    return _texts(table, section, section.split), _texts(held_out, section, section.eval_split or section.split)
+
+
+def check_source(section: DataSection) -> None:
+    """Raise RecipeError for a data source that can be seen to be wrong without reading it."""
+    suffix = Path(section.name).suffix.lower()
+    if suffix in LOADERS and not Path(section.name).is_file():
+        raise RecipeError(f"data.name={section.name!r}: no such file")
+    if section.generate_rows > section.eval_rows:
+        raise RecipeError(
+            f"data.generate_rows={section.generate_rows}: at most data.eval_rows={section.eval_rows} is allowed"
+        )
+
+
+def _load(section: DataSection, split: str) -> list[dict[str, Any]]:
+    path = Path(section.name)
+    loader = LOADERS.get(path.suffix.lower())
+    try:
+        if loader is not None:
+            return load_dataset(loader, data_files={split: os.fspath(path)}, split=split).to_list()
+        return load_dataset(section.name, section.subset, split=split).to_list()
+    except Exception as error:  # the loaders raise whatever their file systems and parsers raise
+        raise RecipeError(f"data.name={section.name!r}, split {split!r}: cannot be loaded: {error}") from error
+
+
+def _texts(table: list[dict[str, Any]], section: DataSection, split: str) -> list[dict[str, str]]:
+    rows = []
+    for number, row in enumerate(table):
+        prompt = _fill("prompt", section.prompt, row, f"{section.name}, {split} row {number}")
+        answer = _fill("answer", section.answer, row, f"{section.name}, {split} row {number}")
+        if "{" not in section.answer and not prompt[-1:].isspace():
+            answer = " " + answer
+        rows.append({"prompt": prompt, "answer": answer})
+    return rows
+
+
+def _fill(key: str, pattern: str, row: dict[str, Any], where: str) -> str:
+    """A column's text, or the template filled with columns."""
+    if "{" in pattern:
+        columns = [name for _, name, _, _ in string.Formatter().parse(pattern) if name is not None]
+    else:
+        columns = [pattern]
+    for column in columns:
+        if column not in row:
+            raise RecipeError(f"data.{key}={pattern!r}: no column {column!r}; the columns are {', '.join(row)}")
+        if row[column] is None or str(row[column]).strip() == "":
+            raise RecipeError(f"{where}: column {column!r} is empty")
+    if "{" in pattern:
+        return pattern.format(**{column: row[column] for column in columns})
+    return str(row[columns[0]])
+
+
+def encode(rows: list[dict[str, str]], tokenizer: Any, max_length: int) -> tuple[Dataset, Counts]:
+    """Token sequences with labels on the answer only.
+
+    Prompt and answer are tokenised as one text, so that the tokens are those the model meets when it generates.
+
+    Args:
+        rows: {"prompt", "answer"} texts.
+        tokenizer: a fast tokenizer (its character offsets tell prompt from answer).
+        max_length: tokens a sequence, at most.
+
+    Returns:
+        a data set with input_ids, attention_mask and labels, and what was cut.
+    """
+    counts = Counts(rows=len(rows))
+    encoded: list[dict[str, list[int]]] = []
+    for row in rows:
+        text = row["prompt"] + row["answer"]
+        tokens = tokenizer(text, return_offsets_mapping=True)
+        boundary = len(row["prompt"])
+        start = next(
+            (i for i, (_, end) in enumerate(tokens["offset_mapping"]) if end > boundary), len(tokens["input_ids"])
+        )
+        prompt, answer = tokens["input_ids"][:start], tokens["input_ids"][start:]
+        if answer[-1:] != [tokenizer.eos_token_id]:
+            answer = [*answer, tokenizer.eos_token_id]
+        prompt, answer = _cut(prompt, answer, max_length, counts)
+        counts.tokens += len(prompt) + len(answer)
+        counts.answer_tokens += len(answer)
+        encoded.append({
+            "input_ids": prompt + answer,
+            "attention_mask": [1] * (len(prompt) + len(answer)),
+            "labels": [IGNORED] * len(prompt) + answer,
+        })
+    return Dataset.from_list(encoded), counts
+
+
+def _cut(prompt: list[int], answer: list[int], max_length: int, counts: Counts) -> tuple[list[int], list[int]]:
+    """Fit a row: the answer gives way first, but keeps a quarter of the length where it has that many tokens."""
+    if len(prompt) + len(answer) <= max_length:
+        return prompt, answer
+    room = max(max_length - len(prompt), min(len(answer), max_length // 4))
+    if room < len(answer):
+        counts.answers_cut += 1
+    answer = answer[:room]
+    if len(prompt) + len(answer) > max_length:
+        counts.prompts_cut += 1
+        keep = max_length - len(answer)  # the first token stays: with many models it marks the beginning
+        prompt = prompt[:1] + prompt[len(prompt) - keep + 1 :]
+    return prompt, answer

@@ -1,0 +1,173 @@
+"""Models for a run: loaded from the Hub or a folder (or built in), put in 8-bit, given adapters that do not depend on it.
+
+Also the way from a GGUF file to a folder of BF16 safetensors that everything else reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .config import SetupError
+from .recipe import LoraSection, ModelSection, RecipeError
+
+BUILTIN = "builtin"
+
+
+def model_source(section: ModelSection) -> str:
+    """Folder or Hub id of the base model; the built-in one is pre-trained first where it is not in the cache.
+
+    Raises:
+        RecipeError: a path that does not exist.
+    """
+    if section.name == BUILTIN:
+        from .builtin import pretrained_base
+
+        return str(pretrained_base())
+    looks_local = section.name.startswith((".", "/", "~")) or section.name.count("/") > 1
+    if looks_local and not Path(section.name).expanduser().is_dir():
+        raise RecipeError(f"model.name={section.name!r}: no such folder")
+    return os.path.expanduser(section.name)
+
+
+def load_tokenizer(source: str, section: ModelSection) -> Any:
+    """The model's fast tokenizer, with an end and a padding token.
+
+    Raises:
+        RecipeError: no fast tokenizer, or no end token.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, revision=section.revision, trust_remote_code=section.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"model.name={section.name!r}: the tokenizer cannot be loaded: {error}") from error
+    if not tokenizer.is_fast or tokenizer.eos_token_id is None:
+        raise RecipeError(f"model.name={section.name!r}: a fast tokenizer with an end-of-sequence token is needed")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_base(source: str, section: ModelSection, backend: str) -> Any:
+    """The base model in BF16 (backend none) or with its linears in bitsandbytes 8-bit (backend int8).
+
+    Raises:
+        RecipeError: it cannot be loaded.
+    """
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    options: dict[str, Any] = {}
+    if backend == "int8":
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_8bit=True, llm_int8_threshold=section.llm_int8_threshold
+        )
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=torch.bfloat16,
+            revision=section.revision,
+            trust_remote_code=section.trust_remote_code,
+            attn_implementation=section.attn_implementation,
+            **options,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise RecipeError(f"model.name={section.name!r}: the model cannot be loaded: {error}") from error
+
+
+def add_adapters(model: Any, section: LoraSection, seed: int) -> Any:
+    """The model under PEFT, its adapters independent of the base's dtype.
+
+    PEFT draws A in the base's dtype, so that one seed gives different adapters over an 8-bit and a BF16 base; here they
+    are drawn anew in fp32, each from its own name, or copied from `init_adapter`.
+
+    Raises:
+        RecipeError: targets that match nothing, or an adapter that does not fit.
+    """
+    from peft import LoraConfig, get_peft_model
+    from peft.utils import load_peft_weights, set_peft_model_state_dict
+
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=section.r,
+        lora_alpha=section.lora_alpha,
+        lora_dropout=section.lora_dropout,
+        target_modules=section.target_modules,
+        layers_to_transform=section.layers_to_transform,
+        use_rslora=section.use_rslora,
+    )
+    try:
+        model = get_peft_model(model, config)
+    except ValueError as error:
+        raise RecipeError(f"lora.target_modules={section.target_modules!r}: {error}") from error
+    if section.init_adapter is None:
+        draw_adapters(model, seed)
+        return model
+    if not Path(section.init_adapter).is_dir():
+        raise RecipeError(f"lora.init_adapter={section.init_adapter!r}: no such folder")
+    result = set_peft_model_state_dict(model, load_peft_weights(section.init_adapter, device="cpu"))
+    missing = [key for key in result.missing_keys if "lora_" in key]
+    if missing or result.unexpected_keys:
+        raise RecipeError(
+            f"lora.init_adapter={section.init_adapter!r} does not fit: {len(missing)} tensors missing, "
+            f"{len(result.unexpected_keys)} unexpected (first: {(missing + result.unexpected_keys)[0]})"
+        )
+    return model
+
+
+def draw_adapters(model: Any, seed: int) -> None:
+    """A ~ U(±1/√fan_in), PEFT's distribution (Kaiming with a = √5), in fp32 and per name; B = 0."""
+    for name, p in model.named_parameters():
+        if ".lora_A." in name:
+            digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+            bound = 1 / math.sqrt(p.shape[1])
+            with torch.no_grad():
+                p.copy_(torch.empty(p.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator))
+        elif ".lora_B." in name:
+            torch.nn.init.zeros_(p)
+
+
+def import_gguf(gguf_file: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Path:
+    """Turn a GGUF file into a folder of BF16 safetensors with config and tokenizer.
+
+    The weights are the dequantised ones: as exact as the GGUF file, whatever it was made from.
+
+    Args:
+        gguf_file: e.g. ``SmolLM2-135M-Instruct.Q4_1.gguf``.
+        folder: to be made; it must not exist.
+
+    Raises:
+        SetupError: no such file, the folder exists, or the file's architecture is unknown to transformers.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    file, target = Path(gguf_file), Path(folder)
+    if not file.is_file():
+        raise SetupError(f"{file}: no such file")
+    if target.exists():
+        raise SetupError(f"{target} exists already: remove it, or name another folder")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    except (ImportError, ValueError, OSError) as error:
+        raise SetupError(f"{file} cannot be read: {error} (the package gguf is needed: pip install 'hf-gnmr[gguf]')") from error
+    # The loaded model is marked as GGUF-quantised, which save_pretrained refuses: a plain twin takes its weights.
+    config = model.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    twin = type(model)(config).to(torch.bfloat16)
+    twin.load_state_dict(model.state_dict())
+    twin.generation_config = GenerationConfig.from_model_config(config)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    twin.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    os.replace(partial, target)
+    return target

@@ -1,0 +1,322 @@
+"""Recipes: one YAML file a run, plus ``section.key=value`` overrides, checked before anything is loaded.
+
+A recipe has the sections below.  `training` takes the fields of transformers' `TrainingArguments` and `gnmr` those of
+`GNMRConfig`, by their own names.  Every value is brought to the type of its field (``2e-5`` is a number here, which YAML
+1.1 does not think) or refused, naming key, value and what is allowed; unknown keys are refused with the nearest known one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import os
+import re
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from .config import ConfigError, GNMRConfig
+
+
+class RecipeError(ConfigError):
+    """A recipe or override that cannot be run; the message names key, value and what is allowed."""
+
+
+@dataclass
+class ModelSection:
+    """The base model."""
+
+    name: str
+    """Hub id, local folder, or ``builtin``: the small LLaMA that the project builds and pre-trains itself."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub."""
+    trust_remote_code: bool = False
+    """Run model code from the Hub. Off unless you trust its author."""
+    attn_implementation: str | None = None
+    """transformers' attention implementation; None: its default."""
+    llm_int8_threshold: float = 6.0
+    """LLM.int8's outlier threshold (backend int8)."""
+    layers: str | None = None
+    """Pattern for the decoder layers of an unknown architecture, e.g. ``transformer.blocks.*``."""
+
+
+@dataclass
+class LoraSection:
+    """The adapters (PEFT's names). All runs of one seed start from the same adapters, whatever the base's dtype."""
+
+    r: int = 8
+    lora_alpha: int = 16
+    lora_dropout: float = 0.05
+    target_modules: str | list[str] = "all-linear"
+    layers_to_transform: list[int] | None = None
+    use_rslora: bool = False
+    init_adapter: str | None = None
+    """Folder of an adapter to start from; None: A drawn from the training seed, B zero."""
+
+
+@dataclass
+class DataSection:
+    """Prompt and answer rows; the loss is taken on the answer only."""
+
+    name: str
+    """Hub id, a local .json, .jsonl or .parquet file, or ``builtin``: word problems that the project generates."""
+    subset: str | None = None
+    split: str = "train"
+    prompt: str = "question"
+    """A column, or a template such as ``"Question: {question}\\nAnswer:"``."""
+    answer: str = "answer"
+    """A column (joined to the prompt by a space), or a template such as ``" {answer}"``."""
+    max_length: int = 1024
+    """Tokens a sequence, beginning and end tokens included. Longer ones are cut, and counted."""
+    rows: int | None = None
+    """Training rows to use; None: all."""
+    eval_split: str | None = None
+    """Split for the held-out loss; None: the last `eval_rows` rows of `split` are held out."""
+    eval_rows: int = 0
+    """Held-out rows for the loss at the end (and for training.eval_strategy); 0: none."""
+    generate_rows: int = 0
+    """How many of the held-out rows are answered by greedy decoding at the end, for exact match; 0: none."""
+    max_new_tokens: int = 128
+    answer_marker: str = "####"
+    """Exact match compares what follows this marker (the whole answer where the reference has none)."""
+
+
+@dataclass
+class BackendSection:
+    """What is switched."""
+
+    name: str = "int8"
+    recovery: str = "host"
+    recovery_source: str | None = None
+    eval_path: str = "low"
+
+
+@dataclass
+class TriggerSection:
+    """How units are chosen."""
+
+    name: str = "gnmr"
+
+
+@dataclass
+class RunSection:
+    """What to do with an output folder that already holds a run."""
+
+    overwrite: bool = False
+    """Move the old run aside (folder.1, folder.2, …) and start anew."""
+    resume: Literal["auto", False] | str = False
+    """``auto``: from the last whole checkpoint, if there is one; a path: from that checkpoint; false: never."""
+
+
+@dataclass
+class Recipe:
+    """A whole run, every value of its final type."""
+
+    model: ModelSection
+    data: DataSection
+    lora: LoraSection = field(default_factory=LoraSection)
+    training: dict[str, Any] = field(default_factory=dict)
+    """Fields of `TrainingArguments`."""
+    gnmr: GNMRConfig = field(default_factory=GNMRConfig)
+    backend: BackendSection = field(default_factory=BackendSection)
+    trigger: TriggerSection = field(default_factory=TriggerSection)
+    run: RunSection = field(default_factory=RunSection)
+
+    def to_yaml(self) -> str:
+        """The recipe as resolved; reading it back gives an equal one."""
+        return yaml.safe_dump(dataclasses.asdict(self), sort_keys=False, allow_unicode=True)
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelSection,
+    "lora": LoraSection,
+    "data": DataSection,
+    "training": dict,
+    "gnmr": GNMRConfig,
+    "backend": BackendSection,
+    "trigger": TriggerSection,
+    "run": RunSection,
+}
+
+LEAST: dict[str, float] = {
+    "lora.r": 1, "lora.lora_alpha": 1, "lora.lora_dropout": 0, "data.max_length": 8, "data.rows": 1, "data.eval_rows": 0,
+    "data.generate_rows": 0, "data.max_new_tokens": 1, "model.llm_int8_threshold": 0,
+    "training.learning_rate": 0, "training.weight_decay": 0, "training.max_grad_norm": 0, "training.warmup_steps": 0,
+    "training.per_device_train_batch_size": 1, "training.per_device_eval_batch_size": 1,
+    "training.gradient_accumulation_steps": 1, "training.max_steps": 1, "training.num_train_epochs": 0,
+    "training.logging_steps": 0, "training.save_steps": 0, "training.seed": 0,
+}  # fmt: skip
+"""Least allowed value of a key. `training.max_steps` may also be -1, transformers' "by epochs"."""
+
+MOST: dict[str, float] = {"lora.lora_dropout": 1}
+
+
+class _Yaml12(yaml.SafeLoader):
+    """Safe loading with YAML 1.2's plain scalars: ``2e-5`` is a float, ``on`` and ``1:30`` are strings, ``010`` is 10."""
+
+
+_Yaml12.yaml_implicit_resolvers = {
+    first: [(tag, regexp) for tag, regexp in resolvers if not tag.endswith((":float", ":int", ":bool", ":timestamp"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Yaml12.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_Yaml12.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]+$"), list("-+0123456789"))
+_Yaml12.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"),
+    list("-+.0123456789"),
+)
+_Yaml12.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node)))
+_Yaml12.add_constructor(
+    "tag:yaml.org,2002:float",
+    lambda loader, node: float(loader.construct_scalar(node).lower().replace(".inf", "inf").replace(".nan", "nan")),
+)
+
+
+def find_recipe(name: str) -> Path:
+    """A recipe file by path, or by name among those that come with the package (``quickstart``, ``quickstart.yaml``).
+
+    Raises:
+        RecipeError: no such file; the message lists the recipes there are.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    package = Path(__file__).parent
+    folders = [package / "recipes", package.parent / "recipes"]
+    if path.parent == Path(".") or path.parent == Path("recipes"):
+        for folder in folders:
+            for candidate in (folder / path.name, folder / f"{path.name}.yaml"):
+                if candidate.is_file():
+                    return candidate
+    known = sorted({p.stem for folder in folders if folder.is_dir() for p in folder.glob("*.yaml")})
+    raise RecipeError(f"no recipe file {name!r}; by name there are: {', '.join(known)}")
+
+
+def load_recipe(path: str | os.PathLike[str], overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
+    """Read, override, check.
+
+    Args:
+        path: the YAML file.
+        overrides: ``section.key=value``, the value in YAML.
+
+    Raises:
+        RecipeError: naming key, value and what is allowed.
+    """
+    try:
+        raw = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Yaml12)  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path} is not YAML: {error}") from error
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be read: {error}") from error
+    if not isinstance(raw, dict):
+        raise RecipeError(f"{path}: a recipe has the sections {', '.join(SECTIONS)}")
+    for section, values in raw.items():
+        _known(section, list(SECTIONS), "section")
+        if values is None:
+            raw[section] = {}
+        elif not isinstance(values, dict):
+            raise RecipeError(f"{section}={values!r}: a section holds key: value lines")
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        section, dot, name = key.partition(".")
+        if not equals or not dot or not name:
+            raise RecipeError(f"override {override!r}: section.key=value is allowed, e.g. training.max_steps=20")
+        _known(section, list(SECTIONS), "section")
+        try:
+            raw.setdefault(section, {})[name] = yaml.load(text, Loader=_Yaml12)  # noqa: S506 (a SafeLoader)
+        except yaml.YAMLError as error:
+            raise RecipeError(f"override {override!r}: the value is not YAML ({error})") from error
+    training = check_training(raw.get("training", {}))
+    training.setdefault("output_dir", os.path.join("runs", Path(path).stem))
+    sections: dict[str, Any] = {"training": training}
+    for section in ("model", "data"):
+        if section not in raw:
+            raise RecipeError(f"{section}: the section is missing; {section}.name says which one to use")
+    for section, cls in SECTIONS.items():
+        if section != "training":
+            sections[section] = _section(section, cls, raw.get(section, {}))
+    return Recipe(**sections)
+
+
+def _section(section: str, cls: type, values: dict[str, Any]) -> Any:
+    hints = typing.get_type_hints(cls)
+    known = [f.name for f in dataclasses.fields(cls)]
+    checked = {}
+    for name, value in values.items():
+        _known(name, known, "key", f"{section}.")
+        checked[name] = check_value(f"{section}.{name}", value, hints[name])
+    required = [
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    for name in required:
+        if name not in checked:
+            raise RecipeError(f"{section}.{name} is missing")
+    try:
+        return cls(**checked)
+    except RecipeError:
+        raise
+    except ConfigError as error:
+        raise RecipeError(f"{section}.{error}") from error
+
+
+def check_training(values: dict[str, Any]) -> dict[str, Any]:
+    """The `training` section with every value of the type that `TrainingArguments` declares for it."""
+    from transformers import TrainingArguments
+
+    hints = typing.get_type_hints(TrainingArguments)
+    known = [f.name for f in dataclasses.fields(TrainingArguments) if f.init]
+    checked = {}
+    for name, value in values.items():
+        _known(name, known, "key", "training.")
+        result = check_value(f"training.{name}", value, hints[name])
+        # A step count that may also be a share is declared a float; written as a whole number it stays one.
+        checked[name] = value if type(value) is int and isinstance(result, float) else result
+    return checked
+
+
+def check_value(key: str, value: Any, hint: Any) -> Any:
+    """`value` as the type `hint`, within the range of `key`.
+
+    Raises:
+        RecipeError: naming key, value and the type or range that is allowed.
+    """
+    allowed = _words(hint)
+    union = typing.get_args(hint) or (hint,)
+    if isinstance(value, bool) and not any(t in (bool, Any) or _holds(t, value) for t in union):
+        raise RecipeError(f"{key}={value!r}: {allowed} is allowed")
+    try:
+        result = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
+    except ValidationError as error:
+        raise RecipeError(f"{key}={value!r}: {allowed} is allowed") from error
+    if isinstance(result, (int, float)) and not isinstance(result, bool):
+        least, most = LEAST.get(key, -math.inf), MOST.get(key, math.inf)
+        by_epochs = key == "training.max_steps" and result == -1
+        if not (math.isfinite(result) or key.startswith("gnmr.")) or not (least <= result <= most or by_epochs):
+            upper = f" and at most {most:g}" if most < math.inf else ""
+            raise RecipeError(f"{key}={value!r}: a finite number, at least {least:g}{upper}, is allowed")
+    return result
+
+
+def _holds(hint: Any, value: Any) -> bool:
+    """Whether a Literal names exactly this value."""
+    return typing.get_origin(hint) is Literal and any(value is v for v in typing.get_args(hint))
+
+
+def _words(hint: Any) -> str:
+    text = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+    return re.sub(r"\b(?:typing|transformers\.[\w.]*|collections\.abc)\.", "", text)
+
+
+def _known(name: Any, known: list[str], kind: str, prefix: str = "") -> None:
+    if name not in known:
+        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+        hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(known)}"
+        raise RecipeError(f"unknown {kind} {prefix}{name}: {hint}")
