@@ -62,7 +62,7 @@ def main() -> int:
     runs = {way: read_run(out / way) for way in WAYS}
     ratios = {}
     if options.rounds:
-        print(f"\n=== step times, {options.rounds} alternating rounds ({time.perf_counter() - started:.0f} s so far)", flush=True)
+        print(f"\n=== step times, {options.rounds} rounds ({time.perf_counter() - started:.0f} s so far)", flush=True)
         ratios = step_time_ratios(options.recipe, options.overrides, out, options.rounds)
     table = markdown(runs, ratios)
     (out / "table.md").write_text(table + "\n", encoding="utf-8")

@@ -158,7 +158,7 @@ def import_gguf(gguf_file: str | os.PathLike[str], folder: str | os.PathLike[str
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except (ImportError, ValueError, OSError) as error:
-        raise SetupError(f"{file} cannot be read: {error} (the package gguf is needed: pip install 'hf-gnmr[gguf]')") from error
+        raise SetupError(f"{file} cannot be read: {error} (it takes gguf: pip install 'hf-gnmr[gguf]')") from error
     # The loaded model is marked as GGUF-quantised, which save_pretrained refuses: a plain twin takes its weights.
     config = model.config
     if hasattr(config, "quantization_config"):

@@ -14,6 +14,7 @@ import os
 import re
 import typing
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
@@ -292,16 +293,23 @@ def check_value(key: str, value: Any, hint: Any) -> Any:
     union = typing.get_args(hint) or (hint,)
     if isinstance(value, bool) and not any(t in (bool, Any) or _holds(t, value) for t in union):
         raise RecipeError(f"{key}={value!r}: {allowed} is allowed")
+    names = [member.value for t in union if isinstance(t, type) and issubclass(t, Enum) for member in t]
+    if names and isinstance(value, str) and value not in names:
+        near = difflib.get_close_matches(value, names, n=1)
+        listed = ", ".join(map(repr, names)) if len(names) <= 12 else f"one of {len(names)} names"
+        raise RecipeError(f"{key}={value!r}: {f'did you mean {near[0]!r}? ' if near else ''}{listed} is allowed")
     try:
         result = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
     except ValidationError as error:
         raise RecipeError(f"{key}={value!r}: {allowed} is allowed") from error
-    if isinstance(result, (int, float)) and not isinstance(result, bool):
+    # GNMRConfig checks its own ranges.
+    if isinstance(result, (int, float)) and not isinstance(result, bool) and not key.startswith("gnmr."):
         least, most = LEAST.get(key, -math.inf), MOST.get(key, math.inf)
         by_epochs = key == "training.max_steps" and result == -1
-        if not (math.isfinite(result) or key.startswith("gnmr.")) or not (least <= result <= most or by_epochs):
-            upper = f" and at most {most:g}" if most < math.inf else ""
-            raise RecipeError(f"{key}={value!r}: a finite number, at least {least:g}{upper}, is allowed")
+        if not (math.isfinite(result) and least <= result <= most or by_epochs):
+            bounds = [f"at least {least:g}"] if least > -math.inf else []
+            bounds += [f"at most {most:g}"] if most < math.inf else []
+            raise RecipeError(f"{key}={value!r}: a finite number{', ' if bounds else ''}{' and '.join(bounds)}, is allowed")
     return result
 
 

@@ -81,6 +81,8 @@ def train(recipe: Recipe) -> dict[str, Any]:
         layers=recipe.model.layers,
     )
     check_source(recipe.data)
+    if arguments.eval_strategy != "no" and not recipe.data.eval_rows:
+        raise RecipeError(f"training.eval_strategy={recipe.training['eval_strategy']!r} needs data.eval_rows above 0")
     process = PartialState()
     checkpoint = None
     if process.is_main_process:
@@ -269,7 +271,8 @@ def environment(arguments: TrainingArguments, data: dict[str, int]) -> dict[str,
 
 def environment_in_words(arguments: TrainingArguments) -> str:
     return (
-        f"runs on: {arguments.device} ({processor()}, {torch.get_num_threads()} threads), world size {arguments.world_size}, "
+        f"runs on: {arguments.device} ({processor()}, {torch.get_num_threads()} threads), "
+        f"world size {arguments.world_size}, "
         f"autocast {'bf16' if arguments.bf16 else 'fp16' if arguments.fp16 else 'off'}, torch {torch.__version__}"
     )
 

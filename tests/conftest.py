@@ -100,3 +100,56 @@ def trace_lines(run):
     """Header and step lines of a run's trace."""
     lines = [json.loads(line) for line in (pathlib.Path(run) / "trace.jsonl").read_text().splitlines()]
     return lines[0], lines[1:]
+
+
+def byte_tokenizer():
+    """A byte-level tokenizer without merges: 3 special tokens and 256 bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_lm(tmp_path_factory):
+    """A folder with a tiny BF16 LLaMA and a byte-level tokenizer: what a recipe's model.name takes."""
+    folder = tmp_path_factory.mktemp("tiny_lm") / "llama"
+    save_llama(folder, vocab_size=288, eos_token_id=2, bos_token_id=1)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def rows_file(tmp_path_factory):
+    """Forty sums with their answers, as JSON lines."""
+    file = tmp_path_factory.mktemp("rows") / "sums.jsonl"
+    rows = [{"question": f"What is {a} plus {a + 3}?", "answer": f"It is {2 * a + 3}.\n#### {2 * a + 3}"} for a in range(40)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+@pytest.fixture
+def recipe_file(tmp_path, tiny_lm, rows_file):
+    """A small recipe: six steps, all linears."""
+    import yaml
+
+    file = tmp_path / "small.yaml"
+    file.write_text(yaml.safe_dump({
+        "model": {"name": tiny_lm},
+        "lora": {"r": 4, "lora_alpha": 8},
+        "data": {"name": rows_file, "prompt": "Question: {question}\nAnswer:", "answer": " {answer}", "max_length": 96},
+        "training": {
+            "output_dir": str(tmp_path / "run"), "max_steps": 6, "per_device_train_batch_size": 4, "learning_rate": 1e-3,
+            "logging_steps": 1, "save_strategy": "no", "report_to": "none", "seed": 0, "use_cpu": True,
+            "disable_tqdm": True,
+        },
+        "gnmr": {"max_o": 1, "alpha": 0.9, "alpha_init_fraction": 0.0},
+    }))
+    return str(file)
