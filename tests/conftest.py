@@ -128,8 +128,11 @@ def tiny_lm(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def rows_file(tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("rows") / "sums.jsonl")
+
+
+def write_rows(file):
     """Forty sums with their answers, as JSON lines."""
-    file = tmp_path_factory.mktemp("rows") / "sums.jsonl"
     rows = [{"question": f"What is {a} plus {a + 3}?", "answer": f"It is {2 * a + 3}.\n#### {2 * a + 3}"} for a in range(40)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(file)

