@@ -1,6 +1,6 @@
 """hf_gnmr: runtime stability control for low-precision training (GNMR) under the Hugging Face Trainer."""
 
-from .backends.int8 import quantize_int8
+from .backends.convert import quantize_int8
 from .callback import GNMRCallback
 from .config import ConfigError, GNMRConfig, SetupError
 from .controller import Controller, Decision

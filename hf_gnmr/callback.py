@@ -18,28 +18,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from accelerate.state import AcceleratorState, DistributedType
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from .backends import BACKENDS, Backend, check_backend
 from .backends.int8 import check_options
+from .census import census_in_words, summary_in_words
+from .checks import refuse_unreadable_gradients, refuse_windows_never_full
 from .config import ConfigError, GNMRConfig, SetupError
 from .controller import Controller, Decision, encode_floats
 from .gradients import GradientNorms, Reading
 from .metrics import summarise
 from .trace import TraceError, TraceWriter, read_trace, write_json
 from .triggers import check_trigger, make_trigger
-from .units import Unit, base_model, find_units
+from .units import Unit, find_units
 
 TRACE_FILE = "trace.jsonl"
 SUMMARY_FILE = "summary.json"
 STATE_KEY = "GNMRCallback"
-
-GRADIENTS_GONE = ("lomo", "adalomo", "layerwise")
-"""Optimizers (parts of their names) that use up each gradient inside the backward: no norm is left to read."""
-
 
 class GNMRCallback(TrainerCallback, ExportableState):
     """Runtime stability control for low-precision training, as a Trainer callback.
@@ -114,7 +111,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
         model = kwargs["model"]
         refuse_unreadable_gradients(args, model)
         accumulation = args.gradient_accumulation_steps
-        _refuse_windows_never_full(kwargs.get("train_dataloader"), accumulation)
+        refuse_windows_never_full(kwargs.get("train_dataloader"), accumulation)
         self.units = find_units(model, self.layers)
         options: dict[str, Any] = {}
         if self.backend_name == "int8":
@@ -358,73 +355,3 @@ class GNMRCallback(TrainerCallback, ExportableState):
         if self._trace is not None:
             self._trace.close()
         self._gradients = self._backend = self._trace = None
-
-
-def refuse_unreadable_gradients(args: TrainingArguments, model: nn.Module) -> None:
-    """Raise SetupError where the unclipped gradient cannot be read, or the model's paths cannot be switched."""
-    kind = AcceleratorState().distributed_type if AcceleratorState._shared_state else DistributedType.NO
-    if kind in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM):
-        raise SetupError(
-            f"{kind.value}: gradients are partitioned or kept by the engine, so a layer's unclipped norm cannot be read. "
-            "Use one process, DDP, or device_map"
-        )
-    optimizer = str(getattr(args.optim, "value", args.optim)).lower()
-    if any(part in optimizer for part in GRADIENTS_GONE):
-        raise SetupError(
-            f"optim={optimizer!r} uses up each gradient inside the backward, so no norm is left to read. "
-            "Use an optimizer that steps after the backward, such as adamw_torch"
-        )
-    if args.n_gpu > 1 and not getattr(base_model(model), "is_loaded_in_8bit", False):
-        raise SetupError(
-            f"torch.nn.DataParallel over {args.n_gpu} GPUs replicates the model in every forward. "
-            "Start one process per GPU (torchrun or accelerate launch), or make one GPU visible"
-        )
-
-
-def _refuse_windows_never_full(dataloader: Any, accumulation: int) -> None:
-    try:
-        batches = len(dataloader)
-    except TypeError:
-        return  # an iterable data set does not know
-    if 0 < batches < accumulation:
-        raise SetupError(
-            f"an epoch has {batches} micro-batches, fewer than gradient_accumulation_steps={accumulation}: no window would "
-            "ever be complete and the controller would never decide. Lower gradient_accumulation_steps or the batch size"
-        )
-
-
-def census_in_words(census: dict[str, Any]) -> list[str]:
-    """The census as the lines printed at train begin."""
-    lines = [
-        f"GNMR: {census['units']} units (decoder layers with trainable parameters), {census['recoverable_units']} "
-        f"recoverable; backend {census['backend']}, trigger {census['trigger']}, maxO {census['max_o']}"
-    ]
-    if "path" in census:
-        return [*lines, f"GNMR: {census['path']}"]
-    others = ", ".join(f"{count} {kind}" for kind, count in census["modules_not_switched"].items()) or "none"
-    lines += [
-        f"GNMR: {census['modules_switched']} modules switched (not switched: {others}); "
-        f"{census['share_switched']:.1%} of the layers' frozen weight bytes",
-        f"GNMR: low-cost path: {census['low_path']}; {census['bytes_low']:,} bytes",
-        f"GNMR: recovery path: {census['recovery_path']} ({census['recovery_source']}); {census['bytes_recovery']:,} bytes "
-        f"for all layers, at most {census['recovery_bytes_bound']:,} added at a time, {census['resident_bytes']:,} resident "
-        "whatever is active",
-        f"GNMR: evaluation during training runs the {census['eval_path']} path",
-    ]
-    if "note" in census:
-        lines.append(f"GNMR: {census['note']}")
-    return lines
-
-
-def summary_in_words(summary: dict[str, Any]) -> str:
-    """One line for the end of a run."""
-
-    def share(value: float | None) -> str:
-        return "n/a" if value is None else f"{value:.2%}"
-
-    return (
-        f"GNMR: {summary['steps']} steps ({summary['skipped_steps']} skipped, {summary['non_finite_steps']} not finite); "
-        f"promotion ratio {share(summary['promotion_ratio'])}, hit-maxO {share(summary['hit_max_o_rate'])}, "
-        f"{summary['switches']} switches; controller {summary['controller_ms'] or 0:.2f} ms a step "
-        f"({share(summary['controller_share'])})"
-    )

@@ -306,7 +306,7 @@ def check_value(key: str, value: Any, hint: Any) -> Any:
     if isinstance(result, (int, float)) and not isinstance(result, bool) and not key.startswith("gnmr."):
         least, most = LEAST.get(key, -math.inf), MOST.get(key, math.inf)
         by_epochs = key == "training.max_steps" and result == -1
-        if not (math.isfinite(result) and least <= result <= most or by_epochs):
+        if not ((math.isfinite(result) and least <= result <= most) or by_epochs):
             bounds = [f"at least {least:g}"] if least > -math.inf else []
             bounds += [f"at most {most:g}"] if most < math.inf else []
             raise RecipeError(f"{key}={value!r}: a finite number{', ' if bounds else ''}{' and '.join(bounds)}, is allowed")

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from transformers import TrainerCallback, TrainingArguments
 
 from hf_gnmr import ConfigError, GNMRCallback, GNMRConfig, SetupError
-from hf_gnmr.backends.int8 import SwitchableLinear8bitLt
+from hf_gnmr.backends.switchable import SwitchableLinear8bitLt
 from hf_gnmr.trace import TraceError, read_trace
 from hf_gnmr.train import GNMRTrainer
 

@@ -17,7 +17,8 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from hf_gnmr import GNMRCallback, SetupError, quantize_int8
-from hf_gnmr.backends.int8 import Int8Backend, SwitchableLinear8bitLt, dequantize
+from hf_gnmr.backends.int8 import Int8Backend
+from hf_gnmr.backends.switchable import SwitchableLinear8bitLt, dequantize
 from hf_gnmr.config import ConfigError
 from hf_gnmr.units import find_units
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -82,7 +83,7 @@ def test_dwell_adds_up_to_the_active_steps(tmp_path_factory, sets):
     summary = summary_of(folder, [line(i + 1, active=sorted(s)) for i, s in enumerate(sets)])
     dwell = summary["dwell"]
     assert sum(int(length) * count for length, count in dwell["counts"].items()) == sum(map(len, sets))
-    assert summary["switches"] == sum(len(a ^ b) for a, b in zip(sets, sets[1:], strict=False))
+    assert summary["switches"] == sum(len(a ^ b) for a, b in itertools.pairwise(sets))
 
 
 def test_trace_schema_is_the_one_that_is_read():

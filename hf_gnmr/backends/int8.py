@@ -1,21 +1,13 @@
-"""INT8 ↔ BF16: bitsandbytes' LLM.int8 linears of the frozen base, each layer switchable to its original BF16 weights.
+"""INT8 ↔ BF16: the frozen base's bitsandbytes linears, each decoder layer switchable to its original BF16 weights.
 
-A module becomes switchable by a change of class: PEFT, state dicts and quantizers go on seeing bitsandbytes'
-`Linear8bitLt` with the same parameters under the same names.
-
-* Low-cost path: bitsandbytes' INT8×INT8 product in training and evaluation alike, also on the CPU, where plain
-  bitsandbytes quietly trains on dequantised weights instead.
-* Recovery path: a BF16 product with the original BF16 weight; computes in BF16 and returns the input's dtype.
-* ``recovery="dequantize"``: the recovery path without originals, a BF16 product with the dequantised codes.
-
-The path is a property of the unit, read in the forward pass: switching a unit touches one object, not its modules.
+What the two paths are stands in `switchable`, where the originals come from in `originals`; here they become units with
+bytes and a census.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import types
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,116 +15,17 @@ from typing import Any
 import bitsandbytes as bnb
 import numpy as np
 import torch
-from bitsandbytes.autograd._functions import MatMul8bitLt
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from ..config import ConfigError, SetupError
 from ..controller import Bools
 from ..units import Unit, base_model, canonical
 from .base import Backend
-from .originals import IN_MEMORY, Original, find_originals, is_transposed
+from .originals import Original, find_originals
+from .switchable import SwitchableLinear8bitLt, UnitPath, make_plain, make_switchable, restore_plain
 
 RECOVERIES = ("host", "dequantize")
 EVAL_PATHS = ("low", "recovery", "active")
-
-
-class UnitPath:
-    """Which path a unit's modules run, in train and in eval mode."""
-
-    __slots__ = ("in_eval", "in_train")
-
-    def __init__(self) -> None:
-        self.in_train = False
-        self.in_eval = False
-
-
-class SwitchableLinear8bitLt(bnb.nn.Linear8bitLt):
-    """A `Linear8bitLt` with a second, BF16 path. Made by change of class only, see `Int8Backend`."""
-
-    _gnmr_path: UnitPath
-    _gnmr_original: Original | None
-    _gnmr_on_device: Tensor | None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (..., in_features), floating point; returns (..., out_features) in x's dtype."""
-        path = self._gnmr_path
-        if path.in_train if self.training else path.in_eval:
-            return self._recovery(x)
-        return self._low(x)
-
-    def _low(self, x: Tensor) -> Tensor:
-        state = self.state
-        if self.weight.CB is not None:
-            self.init_8bit_state()
-        state.is_training = self.training
-        if x.numel() == 0:
-            return x.new_zeros(*x.shape[:-1], self.out_features)
-        # Two dimensions: bitsandbytes' bias gradient sums over the first dimension only. The bias is cast without
-        # touching the parameter (plain bitsandbytes rewrites it in the input's dtype).
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        out = MatMul8bitLt.apply(x.reshape(-1, x.shape[-1]), self.weight, None, bias, state)
-        return out.to(x.dtype).reshape(*x.shape[:-1], out.shape[-1])
-
-    def _recovery(self, x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) != torch.bfloat16:
-            with torch.autocast(x.device.type, enabled=False):
-                return self._bf16(x)
-        return self._bf16(x)
-
-    def _bf16(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(torch.bfloat16)
-        h = x.to(torch.bfloat16)
-        original = self._gnmr_original
-        if original is None:
-            if self.weight.CB is not None:
-                self.init_8bit_state()
-            return _DequantizedLinear.apply(h, self.state.CB, self.state.SCB, bias).to(x.dtype)
-        if self.weight is not self.__dict__["_gnmr_weight"]:
-            raise SetupError(
-                "the 8-bit weight of a switched module was replaced (adapters merged into it?) while its recovery path "
-                "still holds the original: end training first"
-            )
-        weight = self._gnmr_on_device
-        if weight is None:
-            weight = original.weight.to(x.device)
-        if original.transposed:
-            # The product that transformers' Conv1D does, in its orientation, so that results agree bit for bit.
-            flat = h.reshape(-1, h.shape[-1])
-            out = torch.mm(flat, weight) if bias is None else torch.addmm(bias, flat, weight)
-            return out.reshape(*x.shape[:-1], out.shape[-1]).to(x.dtype)
-        return F.linear(h, weight, bias).to(x.dtype)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # After a forward the scales live in `state`, where bitsandbytes' own loading does not look for them.
-        lent = self.weight.SCB is None and self.state.SCB is not None
-        if lent:
-            self.weight.SCB = self.state.SCB
-        try:
-            super()._load_from_state_dict(state_dict, prefix, *args)
-        finally:
-            if lent:
-                self.weight.SCB = None
-
-
-class _DequantizedLinear(torch.autograd.Function):
-    """BF16 product with codes × scale / 127, the weight rebuilt in forward and backward and never kept."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.codes, ctx.scale = codes, scale
-        return F.linear(x, dequantize(codes, scale), bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor | None]:
-        grad_x = grad @ dequantize(ctx.codes, ctx.scale) if ctx.needs_input_grad[0] else None
-        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[3] else None
-        return grad_x, None, None, grad_bias
-
-
-def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
-    """codes: int8 (out, in); scale: fp32 (out,), the row's largest magnitude. Returns BF16 (out, in)."""
-    return codes.to(torch.bfloat16).mul_(scale.unsqueeze(1) / 127.0)
 
 
 class Int8Backend(Backend):
@@ -188,7 +81,7 @@ class Int8Backend(Backend):
         for path, modules in zip(self.paths, self.modules, strict=True):
             path.in_eval = eval_path == "recovery"
             for module in modules:
-                _make_switchable(module, path, originals.get(names[module]))
+                make_switchable(module, path, originals.get(names[module]))
         self._account(units, originals)
         self._active = np.zeros(len(units), dtype=bool)
 
@@ -245,7 +138,7 @@ class Int8Backend(Backend):
     def remove(self) -> None:
         for modules in self.modules:
             for module in modules:
-                _make_plain(module)
+                make_plain(module)
         logging.getLogger("bitsandbytes.autograd._functions").removeFilter(self._filter)
 
     def census(self) -> dict[str, Any]:
@@ -293,6 +186,10 @@ def check_options(*, recovery: str, recovery_source: object, eval_path: str) -> 
         raise ConfigError(f"recovery_source={recovery_source!r} is not read with recovery='dequantize': give one of them")
 
 
+def _modules(unit: Unit) -> Iterator[Any]:
+    return unit.module.modules()
+
+
 def low_path_in_words(module: bnb.nn.Linear8bitLt) -> str:
     """What the low-cost path really runs on this module's device."""
     device = module.state.CB.device
@@ -304,87 +201,6 @@ def low_path_in_words(module: bnb.nn.Linear8bitLt) -> str:
     if getattr(ops, "_has_avx512", False):
         return f"INT8×INT8 by torch._int_mm on the CPU (AVX-512), {threshold}"
     return f"INT8×INT8 emulated by an FP32 product of the codes (no AVX-512 on this CPU: slow), {threshold}"
-
-
-def _modules(unit: Unit) -> Iterator[Any]:
-    return unit.module.modules()
-
-
-def _make_switchable(module: bnb.nn.Linear8bitLt, path: UnitPath, original: Original | None) -> None:
-    module.__class__ = SwitchableLinear8bitLt
-    module._gnmr_path, module._gnmr_original = path, original
-    # Past nn.Module.__setattr__, which would register a second parameter.
-    module.__dict__["_gnmr_weight"] = module.weight
-    on_cpu = module.state.CB.device.type == "cpu"
-    module._gnmr_on_device = original.weight if original is not None and on_cpu else None
-    _rebind(module)
-
-
-def _make_plain(module: Any) -> None:
-    if type(module) is SwitchableLinear8bitLt:
-        module.__class__ = bnb.nn.Linear8bitLt
-        for name in ("_gnmr_path", "_gnmr_original", "_gnmr_on_device", "_gnmr_weight"):
-            module.__dict__.pop(name, None)
-        _rebind(module)
-
-
-def _rebind(module: Any) -> None:
-    """Point accelerate's device hooks, which hold the bound forward of the old class, at the new one."""
-    if "_old_forward" in module.__dict__:
-        module._old_forward = types.MethodType(type(module).forward, module)
-
-
-def restore_plain(model: nn.Module) -> None:
-    """Undo what a run that was broken off may have left on the model."""
-    for module in model.modules():
-        _make_plain(module)
-
-
-def quantize_int8(model: Any, *, threshold: float = 6.0) -> Any:
-    """Convert a BF16 model in memory to 8-bit, in place, and keep its BF16 weights for the recovery path.
-
-    Every `nn.Linear` but the output head becomes a frozen `Linear8bitLt`, as `BitsAndBytesConfig(load_in_8bit=True)`
-    does on loading; PEFT, the Trainer and `save_pretrained` then take the model for such a one.
-
-    Args:
-        model: a transformers model whose linears are BF16.
-        threshold: LLM.int8's outlier threshold.
-
-    Raises:
-        SetupError: a linear of another dtype, or nothing to convert.
-    """
-    from transformers import BitsAndBytesConfig
-    from transformers.quantizers.auto import AutoHfQuantizer
-
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    linears = [(name, m) for name, m in model.named_modules() if type(m) is nn.Linear and m is not head]
-    if not linears:
-        raise SetupError(f"{type(model).__name__} has no nn.Linear to convert")
-    for name, linear in linears:
-        if linear.weight.dtype is not torch.bfloat16:
-            raise SetupError(f"{name} is {linear.weight.dtype}: load the model with dtype=torch.bfloat16 to convert it")
-        device = linear.weight.device
-        with torch.device("meta"):
-            new = bnb.nn.Linear8bitLt(
-                linear.in_features, linear.out_features, linear.bias is not None, has_fp16_weights=False,
-                threshold=threshold,
-            )
-        original = linear.weight.detach()
-        new.weight = bnb.nn.Int8Params(original.to("cpu"), requires_grad=False, has_fp16_weights=False).to(device)
-        new.bias = linear.bias
-        new.source_cls = nn.Linear
-        new.requires_grad_(False)
-        new.train(linear.training)
-        model.set_submodule(name, new)
-        IN_MEMORY[new] = original.to("cpu")
-    model.requires_grad_(False)
-    quantization = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=threshold)
-    quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
-    model.hf_quantizer = quantizer
-    model.is_quantized = model.is_loaded_in_8bit = True
-    model.quantization_method = quantization.quant_method
-    model.config.quantization_config = quantization
-    return model
 
 
 def _not_8bit(base: nn.Module, units: Sequence[Unit]) -> str:
@@ -403,5 +219,3 @@ def _not_8bit(base: nn.Module, units: Sequence[Unit]) -> str:
         'use backend="none" to monitor without switching'
     )
 
-
-__all__ = ["Int8Backend", "SwitchableLinear8bitLt", "dequantize", "is_transposed", "quantize_int8"]

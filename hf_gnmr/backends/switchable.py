@@ -1,0 +1,154 @@
+"""One module with two paths: bitsandbytes' 8-bit linear, switchable to a BF16 product.
+
+A module becomes switchable by a change of class: PEFT, state dicts and quantizers go on seeing bitsandbytes'
+`Linear8bitLt` with the same parameters under the same names, and changing the class back leaves nothing of ours behind.
+
+* Low-cost path: bitsandbytes' INT8×INT8 product in training and evaluation alike, also on the CPU, where plain
+  bitsandbytes quietly trains on dequantised weights instead.
+* Recovery path: a BF16 product with the original BF16 weight, or, where there is none, with the dequantised codes.
+  It computes in BF16 and returns the input's dtype.
+
+The path is a property of the unit, read in the forward pass: switching a unit touches one object, not its modules.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import bitsandbytes as bnb
+import torch
+from bitsandbytes.autograd._functions import MatMul8bitLt
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..config import SetupError
+from .originals import Original
+
+
+class UnitPath:
+    """Which path a unit's modules run, in train and in eval mode."""
+
+    __slots__ = ("in_eval", "in_train")
+
+    def __init__(self) -> None:
+        self.in_train = False
+        self.in_eval = False
+
+
+class SwitchableLinear8bitLt(bnb.nn.Linear8bitLt):
+    """A `Linear8bitLt` with a second, BF16 path. Made by `make_switchable` only."""
+
+    _gnmr_path: UnitPath
+    _gnmr_original: Original | None
+    _gnmr_on_device: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., in_features), floating point; returns (..., out_features) in x's dtype."""
+        path = self._gnmr_path
+        if path.in_train if self.training else path.in_eval:
+            return self._recovery(x)
+        return self._low(x)
+
+    def _low(self, x: Tensor) -> Tensor:
+        state = self.state
+        if self.weight.CB is not None:
+            self.init_8bit_state()
+        state.is_training = self.training
+        if x.numel() == 0:
+            return x.new_zeros(*x.shape[:-1], self.out_features)
+        # Two dimensions: bitsandbytes' bias gradient sums over the first dimension only. The bias is cast without
+        # touching the parameter (plain bitsandbytes rewrites it in the input's dtype).
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        out = MatMul8bitLt.apply(x.reshape(-1, x.shape[-1]), self.weight, None, bias, state)
+        return out.to(x.dtype).reshape(*x.shape[:-1], out.shape[-1])
+
+    def _recovery(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) != torch.bfloat16:
+            with torch.autocast(x.device.type, enabled=False):
+                return self._bf16(x)
+        return self._bf16(x)
+
+    def _bf16(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(torch.bfloat16)
+        h = x.to(torch.bfloat16)
+        original = self._gnmr_original
+        if original is None:
+            if self.weight.CB is not None:
+                self.init_8bit_state()
+            return _DequantizedLinear.apply(h, self.state.CB, self.state.SCB, bias).to(x.dtype)
+        if self.weight is not self.__dict__["_gnmr_weight"]:
+            raise SetupError(
+                "the 8-bit weight of a switched module was replaced (adapters merged into it?) while its recovery path "
+                "still holds the original: end training first"
+            )
+        weight = self._gnmr_on_device
+        if weight is None:
+            weight = original.weight.to(x.device)
+        if original.transposed:
+            # The product that transformers' Conv1D does, in its orientation, so that results agree bit for bit.
+            flat = h.reshape(-1, h.shape[-1])
+            out = torch.mm(flat, weight) if bias is None else torch.addmm(bias, flat, weight)
+            return out.reshape(*x.shape[:-1], out.shape[-1]).to(x.dtype)
+        return F.linear(h, weight, bias).to(x.dtype)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # After a forward the scales live in `state`, where bitsandbytes' own loading does not look for them.
+        lent = self.weight.SCB is None and self.state.SCB is not None
+        if lent:
+            self.weight.SCB = self.state.SCB
+        try:
+            super()._load_from_state_dict(state_dict, prefix, *args)
+        finally:
+            if lent:
+                self.weight.SCB = None
+
+
+class _DequantizedLinear(torch.autograd.Function):
+    """BF16 product with codes × scale / 127, the weight rebuilt in forward and backward and never kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.codes, ctx.scale = codes, scale
+        return F.linear(x, dequantize(codes, scale), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor | None]:
+        grad_x = grad @ dequantize(ctx.codes, ctx.scale) if ctx.needs_input_grad[0] else None
+        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[3] else None
+        return grad_x, None, None, grad_bias
+
+
+def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
+    """codes: int8 (out, in); scale: fp32 (out,), the row's largest magnitude. Returns BF16 (out, in)."""
+    return codes.to(torch.bfloat16).mul_(scale.unsqueeze(1) / 127.0)
+
+
+def make_switchable(module: bnb.nn.Linear8bitLt, path: UnitPath, original: Original | None) -> None:
+    module.__class__ = SwitchableLinear8bitLt
+    module._gnmr_path, module._gnmr_original = path, original
+    # Past nn.Module.__setattr__, which would register a second parameter.
+    module.__dict__["_gnmr_weight"] = module.weight
+    on_cpu = module.state.CB.device.type == "cpu"
+    module._gnmr_on_device = original.weight if original is not None and on_cpu else None
+    _rebind(module)
+
+
+def make_plain(module: Any) -> None:
+    if type(module) is SwitchableLinear8bitLt:
+        module.__class__ = bnb.nn.Linear8bitLt
+        for name in ("_gnmr_path", "_gnmr_original", "_gnmr_on_device", "_gnmr_weight"):
+            module.__dict__.pop(name, None)
+        _rebind(module)
+
+
+def _rebind(module: Any) -> None:
+    """Point accelerate's device hooks, which hold the bound forward of the old class, at the new one."""
+    if "_old_forward" in module.__dict__:
+        module._old_forward = types.MethodType(type(module).forward, module)
+
+
+def restore_plain(model: nn.Module) -> None:
+    """Undo what a run that was broken off may have left on the model."""
+    for module in model.modules():
+        make_plain(module)

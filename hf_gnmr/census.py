@@ -1,0 +1,42 @@
+"""What a run prints about itself: the census at train begin and one line at the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def census_in_words(census: dict[str, Any]) -> list[str]:
+    """The census as the lines printed at train begin."""
+    lines = [
+        f"GNMR: {census['units']} units (decoder layers with trainable parameters), {census['recoverable_units']} "
+        f"recoverable; backend {census['backend']}, trigger {census['trigger']}, maxO {census['max_o']}"
+    ]
+    if "path" in census:
+        return [*lines, f"GNMR: {census['path']}"]
+    others = ", ".join(f"{count} {kind}" for kind, count in census["modules_not_switched"].items()) or "none"
+    lines += [
+        f"GNMR: {census['modules_switched']} modules switched (not switched: {others}); "
+        f"{census['share_switched']:.1%} of the layers' frozen weight bytes",
+        f"GNMR: low-cost path: {census['low_path']}; {census['bytes_low']:,} bytes",
+        f"GNMR: recovery path: {census['recovery_path']} ({census['recovery_source']}); {census['bytes_recovery']:,} bytes "
+        f"for all layers, at most {census['recovery_bytes_bound']:,} added at a time, {census['resident_bytes']:,} resident "
+        "whatever is active",
+        f"GNMR: evaluation during training runs the {census['eval_path']} path",
+    ]
+    if "note" in census:
+        lines.append(f"GNMR: {census['note']}")
+    return lines
+
+
+def summary_in_words(summary: dict[str, Any]) -> str:
+    """One line for the end of a run."""
+
+    def share(value: float | None) -> str:
+        return "n/a" if value is None else f"{value:.2%}"
+
+    return (
+        f"GNMR: {summary['steps']} steps ({summary['skipped_steps']} skipped, {summary['non_finite_steps']} not finite); "
+        f"promotion ratio {share(summary['promotion_ratio'])}, hit-maxO {share(summary['hit_max_o_rate'])}, "
+        f"{summary['switches']} switches; controller {summary['controller_ms'] or 0:.2f} ms a step "
+        f"({share(summary['controller_share'])})"
+    )
