@@ -21,6 +21,7 @@ from accelerate import PartialState
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments, set_seed
 
 from . import __version__
+from .backends.int8 import silence_cast_notes
 from .callback import TRACE_FILE, GNMRCallback
 from .config import ConfigError, SetupError
 from .data import check_source, encode, load_rows
@@ -67,6 +68,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
     """
     if not torch.cuda.is_available() and not _other_accelerator():
         recipe.training.setdefault("use_cpu", True)
+    recipe.training.setdefault("prediction_loss_only", True)  # evaluation would keep the logits of all rows
     try:
         arguments = TrainingArguments(**recipe.training)
     except (ValueError, TypeError, ImportError) as error:
@@ -126,6 +128,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
     trainer.save_model(arguments.output_dir)
     results = peak_memory()
     if held_out:
+        silence_cast_notes()
         results |= held_out_figures(trainer, recipe, held_out)
     if process.is_main_process:
         write_json(Path(arguments.output_dir) / "results.json", results)

@@ -24,6 +24,7 @@ from .base import Backend
 from .originals import Original, find_originals
 from .switchable import SwitchableLinear8bitLt, UnitPath, make_plain, make_switchable, restore_plain
 
+CAST_NOTES = logging.getLogger("bitsandbytes.autograd._functions")
 RECOVERIES = ("host", "dequantize")
 EVAL_PATHS = ("low", "recovery", "active")
 
@@ -75,8 +76,7 @@ class Int8Backend(Backend):
 
         self.device = next(iter(flat.values())).state.CB.device
         self._hosted_apart = recovery == "host" and self.device.type != "cpu"
-        self._filter = _QuietCast()
-        logging.getLogger("bitsandbytes.autograd._functions").addFilter(self._filter)
+        silence_cast_notes()
         self.paths = [UnitPath() for _ in units]
         for path, modules in zip(self.paths, self.modules, strict=True):
             path.in_eval = eval_path == "recovery"
@@ -139,7 +139,7 @@ class Int8Backend(Backend):
         for modules in self.modules:
             for module in modules:
                 make_plain(module)
-        logging.getLogger("bitsandbytes.autograd._functions").removeFilter(self._filter)
+        CAST_NOTES.removeFilter(quiet)
 
     def census(self) -> dict[str, Any]:
         low = int(self.bytes_low.sum())
@@ -167,11 +167,14 @@ class Int8Backend(Backend):
         return lines
 
 
-class _QuietCast(logging.Filter):
+def quiet(record: logging.LogRecord) -> bool:
     """Drops bitsandbytes' note, once per module and forward, that BF16 inputs are cast to FP16 for quantisation."""
+    return "will be cast from" not in str(record.msg)
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        return "will be cast from" not in str(record.msg)
+
+def silence_cast_notes() -> None:
+    """Leave those notes out of the log, until a backend is removed from its model."""
+    CAST_NOTES.addFilter(quiet)
 
 
 def check_options(*, recovery: str, recovery_source: object, eval_path: str) -> None:
