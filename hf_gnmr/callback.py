@@ -101,6 +101,11 @@ class GNMRCallback(TrainerCallback, ExportableState):
         self._gradients: GradientNorms | None = None
         self._trace: TraceWriter | None = None
         self._state: dict[str, Any] | None = None
+        self._reading: Reading | None = None
+        self._micro_batches = 0
+        self._withheld = False
+        self._scaled = False
+        self._step_start = 0.0
 
     # -- Trainer events ------------------------------------------------------------------------------------------
 
@@ -140,10 +145,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
         scaler = getattr(optimizer, "scaler", None)
         self._gradients = GradientNorms(model, self.units, scaler)
         self._scaled = scaler is not None and scaler.is_enabled()
-        self._micro_batches = 0
-        self._reading: Reading | None = None
-        self._withheld = False
-        self._before_ms = 0.0
+        self._micro_batches, self._reading, self._withheld = 0, None, False
         self.decision = None
         self.summary = None
         self._backend.apply(self.controller.active)
@@ -194,7 +196,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
             self._backend.apply(decision.active)
         end = time.perf_counter()
         if state.is_world_process_zero:
-            self._report(state.global_step, reading, skipped)
+            self._report(state.global_step, reading)
         if self._trace is not None:
             self._trace.write({
                 "step": state.global_step,
@@ -215,9 +217,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
                 "controller_ms": 1e3 * (reading.seconds + end - start),
                 "recovery_bytes": self._backend.recovery_bytes(active),
             })
-        self._last_active = active
-        self._micro_batches = 0
-        self._withheld = False
+        self._micro_batches, self._reading, self._withheld = 0, None, False
         self._step_start = time.perf_counter()
 
     def on_train_end(
@@ -339,10 +339,10 @@ class GNMRCallback(TrainerCallback, ExportableState):
             return f"window of {self._micro_batches} micro-batches instead of {args.gradient_accumulation_steps}"
         return None
 
-    def _report(self, step: int, reading: Reading, skipped: str | None) -> None:
-        """Say what must not go unnoticed."""
+    def _report(self, step: int, reading: Reading) -> None:
+        """Say what must not go unnoticed. With a loss scaler, overflows are its daily business and it skips the update."""
         bad = [self.units[i].layer for i in np.flatnonzero(~np.isfinite(reading.norms))]
-        if skipped is None and (bad or self._withheld):
+        if not self._scaled and (bad or self._withheld):
             where = f"in layer{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}" if bad else "outside the layers"
             update = "; the optimizer's update was withheld" if self._withheld else ""
             print(f"GNMR: step {step}: gradient not finite {where}{update}", flush=True)

@@ -228,7 +228,9 @@ class Controller:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()` of a controller with the same units, δ and settings.
+        """Continue from `state_dict()` of a controller with the same units and settings.
+
+        The total number of steps may differ (a run that is prolonged): shares of it are those of this controller.
 
         Raises:
             ConfigError: another version, another number of units, mask or configuration; the message names it.
@@ -239,10 +241,12 @@ class Controller:
             ("num_units", self.num_units),
             ("recoverable", self.recoverable.tolist()),
             ("config", self.config.to_dict()),
-            ("total_steps", self.total_steps),
         ):
             if state[name] != ours:
-                raise ConfigError(f"controller state was written with {name}={state[name]!r}, this run has {ours!r}")
+                raise ConfigError(
+                    f"controller state was written with {name}={state[name]!r}, this run has {ours!r}: "
+                    "resume with the model and settings of the checkpoint, or start anew"
+                )
         self.steps_done = int(state["steps_done"])
         self.monitor.norm_sum = decode_floats(state["norm_sum"])
         self.monitor.norm_count = np.array(state["norm_count"], dtype=np.int64)

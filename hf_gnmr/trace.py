@@ -39,14 +39,14 @@ class TraceWriter:
             `resume_after` is given.
         header: the header's fields (without `schema`).
         resume_after: continue the file after this step; lines of later steps, which the resumed run takes again, are set
-            aside in ``trace.after-step-N.jsonl``. None: a new trace.
+            aside in ``trace.after-step-N.jsonl``. None, or a file with other units or settings: a new trace.
     """
 
     def __init__(self, path: str | os.PathLike[str], header: dict[str, Any], resume_after: int | None = None) -> None:
         self.path = Path(path)
         self.set_aside: Path | None = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if resume_after is not None and self.path.exists():
+        if resume_after is not None and _same_run(self.path, header):
             self.set_aside = _cut_after(self.path, resume_after)
             self._file: IO[str] = self.path.open("a", encoding="utf-8")
             return
@@ -122,6 +122,17 @@ def free_name(path: Path) -> Path:
     while (other := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
     return other
+
+
+def _same_run(path: Path, header: dict[str, Any]) -> bool:
+    """Whether `path` is a trace of the same units under the same settings."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            old = json.loads(file.readline())
+    except (OSError, ValueError):
+        return False
+    names = ("units", "config", "max_o", "trigger", "backend")
+    return isinstance(old, dict) and all(old.get(name) == plain(header[name]) for name in names)
 
 
 def _cut_after(path: Path, step: int) -> Path | None:

@@ -313,6 +313,21 @@ def test_resuming_a_checkpoint_without_our_state_starts_the_history_anew_and_say
     assert callback.controller.steps_done == 3
 
 
+def test_a_run_may_be_prolonged_and_a_trace_of_other_settings_is_set_aside(trainer_for, tiny, tmp_path):
+    run = str(tmp_path / "run")
+    saving = {"output_dir": run, "save_strategy": "steps", "save_steps": 3}
+    trainer_for(with_lora(load_int8(tiny)), GNMRCallback(max_o=1), max_steps=3, **saving).train()
+    trainer_for(with_lora(load_int8(tiny)), GNMRCallback(max_o=1), **saving).train(
+        resume_from_checkpoint=f"{run}/checkpoint-3"
+    )
+    assert [line["step"] for line in trace_lines(run)[1]] == list(range(1, 7))
+    trainer_for(with_lora(load_int8(tiny)), GNMRCallback(max_o=1, trigger="none"), **saving).train(
+        resume_from_checkpoint=f"{run}/checkpoint-3"
+    )
+    assert [line["step"] for line in trace_lines(run)[1]] == [4, 5, 6]
+    assert len(read_trace(tmp_path / "run" / "trace.1.jsonl").steps) == 6
+
+
 def test_resuming_with_other_thresholds_is_refused_by_name(trainer_for, tiny, tmp_path):
     run = str(tmp_path / "run")
     trainer_for(with_lora(load_int8(tiny)), GNMRCallback(), output_dir=run, save_strategy="steps", save_steps=3).train()

@@ -400,3 +400,56 @@ def test_switching_is_one_object_a_unit(tiny):
     assert backend.apply(np.array([True, False, True])) == 2
     assert backend.apply(np.array([True, True, False])) == 2
     assert backend.apply(np.array([True, True, False])) == 0
+
+
+# -- checkpoint keys that are not module names -----------------------------------------------------------------------
+
+
+def test_renamed_and_fused_checkpoint_keys_go_through_transformers_own_mapping(tmp_path):
+    from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
+
+    folder = pathlib.Path(save_llama(tmp_path / "llama", num_key_value_heads=4))
+    expected = logits(load_bf16(folder).eval())
+    model = with_lora(load_int8(folder)).eval()
+
+    weights = load_file(folder / "model.safetensors")
+    old = {}
+    for name, tensor in weights.items():
+        if ".q_proj" in name:
+            parts = [weights[name.replace("q_proj", f"{p}_proj")] for p in "qkv"]
+            old[name.replace("self_attn.q_proj", "attention.qkv")] = torch.cat(parts)
+        elif ".k_proj" not in name and ".v_proj" not in name:
+            old[name.replace("self_attn", "attention")] = tensor
+    (tmp_path / "old").mkdir()
+    save_file(old, tmp_path / "old" / "model.safetensors", metadata={"format": "pt"})
+    model.get_base_model()._weight_conversions = [
+        WeightRenaming(r"\.attention\.", ".self_attn."),
+        WeightConverter("self_attn.qkv.weight", [f"self_attn.{p}_proj.weight" for p in "qkv"], [Chunk(dim=0)]),
+    ]
+    backend, units = switched(model, recovery_source=tmp_path / "old")
+    assert backend.resident_bytes == 3 * 3 * 64 * 64 * 2, "only what had to be cut out of a fused tensor is copied"
+    lift(backend, *range(len(units)))
+    assert torch.equal(logits(model), expected)
+
+
+def test_gpt2_with_its_transposed_weights_and_other_prefix(tmp_path):
+    from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GPT2Model
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=32)
+    whole = GPT2LMHeadModel(config).to(torch.bfloat16)
+    for name, p in whole.named_parameters():
+        if name.endswith("bias"):
+            p.data.normal_(std=0.1)
+    bare = GPT2Model(config).to(torch.bfloat16)
+    bare.load_state_dict(whole.transformer.state_dict())
+    bare.save_pretrained(tmp_path / "gpt2")  # keys h.0.… without the prefix, as the original checkpoint has them
+    assert "h.0.attn.c_attn.weight" in load_file(tmp_path / "gpt2" / "model.safetensors")
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2", dtype=torch.bfloat16).eval()
+    model = with_lora(load_int8(tmp_path / "gpt2"), target_modules=["c_attn", "c_proj", "c_fc"]).eval()
+    plain = logits(load_int8(tmp_path / "gpt2").eval())
+    backend, units = switched(model)
+    assert torch.equal(logits(model), plain)
+    lift(backend, *range(len(units)))
+    assert torch.equal(logits(model), logits(reference))
+    assert not torch.equal(plain, logits(reference))
