@@ -172,11 +172,18 @@ _Yaml12.add_implicit_resolver(
     re.compile(r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"),
     list("-+.0123456789"),
 )
-_Yaml12.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node)))
-_Yaml12.add_constructor(
-    "tag:yaml.org,2002:float",
-    lambda loader, node: float(loader.construct_scalar(node).lower().replace(".inf", "inf").replace(".nan", "nan")),
-)
+
+
+def _int(loader: Any, node: Any) -> int:
+    return int(loader.construct_scalar(node))
+
+
+def _float(loader: Any, node: Any) -> float:
+    return float(loader.construct_scalar(node).lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+_Yaml12.add_constructor("tag:yaml.org,2002:int", _int)
+_Yaml12.add_constructor("tag:yaml.org,2002:float", _float)
 
 
 def find_recipe(name: str) -> Path:

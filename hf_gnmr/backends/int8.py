@@ -74,14 +74,14 @@ class Int8Backend(Backend):
         if recovery == "host":
             originals, self.source = find_originals(base, flat, recovery_source)
 
-        self.device = next(iter(flat.values())).state.CB.device
-        self._hosted_apart = recovery == "host" and self.device.type != "cpu"
+        # On an accelerator the originals stay on the host, and a unit's come over while it is lifted.
+        self._hosted_apart = recovery == "host" and any(is_accelerator(m.state.CB.device) for m in flat.values())
         silence_cast_notes()
         self.paths = [UnitPath() for _ in units]
         for path, modules in zip(self.paths, self.modules, strict=True):
             path.in_eval = eval_path == "recovery"
             for module in modules:
-                make_switchable(module, path, originals.get(names[module]))
+                make_switchable(module, path, originals.get(names[module]), on_host=self._hosted_apart)
         self._account(units, originals)
         self._active = np.zeros(len(units), dtype=bool)
 
@@ -129,9 +129,8 @@ class Int8Backend(Backend):
                 path.in_eval = on
             if self._hosted_apart:
                 for module in self.modules[unit]:
-                    module._gnmr_on_device = (
-                        module._gnmr_original.weight.to(self.device, non_blocking=True) if on else None
-                    )
+                    device = module.state.CB.device
+                    module._gnmr_on_device = module._gnmr_original.weight.to(device, non_blocking=True) if on else None
         self._active = np.array(active, dtype=bool)
         return changed.size
 
@@ -165,6 +164,11 @@ class Int8Backend(Backend):
                 "resident whatever is active)"
             )
         return lines
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether weights have to be copied to get there."""
+    return device.type != "cpu"
 
 
 def quiet(record: logging.LogRecord) -> bool:

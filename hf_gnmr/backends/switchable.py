@@ -124,17 +124,27 @@ def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
     return codes.to(torch.bfloat16).mul_(scale.unsqueeze(1) / 127.0)
 
 
-def make_switchable(module: bnb.nn.Linear8bitLt, path: UnitPath, original: Original | None) -> None:
+def make_switchable(
+    module: bnb.nn.Linear8bitLt, path: UnitPath, original: Original | None, *, on_host: bool = False
+) -> None:
+    """Give `module` its second path.
+
+    Args:
+        module: an 8-bit linear whose state is initialised.
+        path: the switch, shared by the modules of a unit.
+        original: the BF16 weight; None: the recovery path dequantises the codes.
+        on_host: the original waits on the host until it is put in `_gnmr_on_device`; False: it is used where it lies.
+    """
     module.__class__ = SwitchableLinear8bitLt
     module._gnmr_path, module._gnmr_original = path, original
     # Past nn.Module.__setattr__, which would register a second parameter.
     module.__dict__["_gnmr_weight"] = module.weight
-    on_cpu = module.state.CB.device.type == "cpu"
-    module._gnmr_on_device = original.weight if original is not None and on_cpu else None
+    module._gnmr_on_device = original.weight if original is not None and not on_host else None
     _rebind(module)
 
 
 def make_plain(module: Any) -> None:
+    """Take the second path away; any module is allowed, most are left alone."""
     if type(module) is SwitchableLinear8bitLt:
         module.__class__ = bnb.nn.Linear8bitLt
         for name in ("_gnmr_path", "_gnmr_original", "_gnmr_on_device", "_gnmr_weight"):

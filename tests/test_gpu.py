@@ -1,0 +1,43 @@
+"""The same promises on a CUDA device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import load_bf16, load_int8, token_rows, trace_lines, with_lora
+
+from hf_gnmr import GNMRCallback
+from hf_gnmr.backends.int8 import Int8Backend
+from hf_gnmr.units import find_units
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def logits(model):
+    ids = torch.tensor([row["input_ids"] for row in token_rows(4)], device="cuda")
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+def test_both_ends_bit_for_bit_and_the_bytes_that_are_accounted_for(tiny):
+    bf16 = logits(load_bf16(tiny, device_map={"": 0}).eval())
+    plain = logits(load_int8(tiny, device_map={"": 0}).eval())
+    model = with_lora(load_int8(tiny, device_map={"": 0})).eval()
+    backend = Int8Backend(model, find_units(model), eval_path="active")
+    assert torch.equal(logits(model), plain)
+    before = torch.cuda.memory_allocated()
+    backend.apply(backend.recoverable)
+    assert torch.cuda.memory_allocated() - before >= backend.recovery_bytes(backend.recoverable)
+    assert torch.equal(logits(model), bf16)
+    backend.apply(~backend.recoverable)
+    assert torch.cuda.memory_allocated() == before
+    assert torch.equal(logits(model), plain)
+
+
+def test_training_lifts_layers(tiny, trainer_for, tmp_path):
+    model = with_lora(load_int8(tiny, device_map={"": 0}))
+    callback = GNMRCallback(max_o=2, alpha=0.9, alpha_init_fraction=0)
+    trainer_for(model, callback, use_cpu=False, bf16=True).train()
+    _, lines = trace_lines(tmp_path / "run")
+    assert len(lines) == 6 and any(line["active"] for line in lines)
+    assert all(line["loss"] is not None for line in lines)
