@@ -156,6 +156,12 @@ class GNMRCallback(TrainerCallback, ExportableState):
             if self.trace_path is not False:
                 path = Path(args.output_dir) / TRACE_FILE if self.trace_path is None else Path(str(self.trace_path))
                 self._trace = TraceWriter(path, self._header(state, census), state.global_step if resumed else None)
+                if resumed and not self._trace.continued:
+                    print(
+                        f"GNMR: resumed at step {state.global_step}, but {path} is not (or no longer) the trace of this run: "
+                        "it starts anew",
+                        flush=True,
+                    )
                 if self._trace.set_aside is not None:
                     print(f"GNMR: earlier trace lines set aside in {self._trace.set_aside}", flush=True)
         self._step_start = time.perf_counter()

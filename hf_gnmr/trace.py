@@ -45,9 +45,13 @@ class TraceWriter:
     def __init__(self, path: str | os.PathLike[str], header: dict[str, Any], resume_after: int | None = None) -> None:
         self.path = Path(path)
         self.set_aside: Path | None = None
+        """Where lines that stood in the way went."""
+        self.continued = False
+        """Whether an earlier trace goes on."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if resume_after is not None and _same_run(self.path, header):
             self.set_aside = _cut_after(self.path, resume_after)
+            self.continued = True
             self._file: IO[str] = self.path.open("a", encoding="utf-8")
             return
         if self.path.exists():

@@ -328,6 +328,31 @@ def test_a_run_may_be_prolonged_and_a_trace_of_other_settings_is_set_aside(train
     assert len(read_trace(tmp_path / "run" / "trace.1.jsonl").steps) == 6
 
 
+@pytest.mark.parametrize("damage", ["missing", "cut in the header", "cut in a line"])
+def test_resuming_with_a_damaged_trace_loses_nothing_and_says_so(trainer_for, tiny, tmp_path, capsys, damage):
+    run = str(tmp_path / "run")
+    saving = {"output_dir": run, "save_strategy": "steps", "save_steps": 3}
+    trainer_for(with_lora(load_int8(tiny)), GNMRCallback(max_o=1), **saving).train()
+    trace = tmp_path / "run" / "trace.jsonl"
+    data = trace.read_bytes()
+    damaged = {"missing": b"", "cut in the header": data[:100], "cut in a line": data[:-20]}[damage]
+    trace.write_bytes(damaged)
+    if damage == "missing":
+        trace.unlink()
+    trainer_for(with_lora(load_int8(tiny)), GNMRCallback(max_o=1), **saving).train(
+        resume_from_checkpoint=f"{run}/checkpoint-3"
+    )
+    out = capsys.readouterr().out
+    steps = [line["step"] for line in trace_lines(run)[1]]
+    kept = b"".join(p.read_bytes() for p in sorted((tmp_path / "run").glob("trace.*.jsonl")))
+    if damage == "cut in a line":
+        assert steps == [1, 2, 3, 4, 5, 6] and "earlier trace lines set aside" in out
+        assert damaged.endswith(kept) and kept
+    else:
+        assert steps == [4, 5, 6] and "is not (or no longer) the trace of this run" in out
+        assert kept == damaged
+
+
 def test_resuming_with_other_thresholds_is_refused_by_name(trainer_for, tiny, tmp_path):
     run = str(tmp_path / "run")
     trainer_for(with_lora(load_int8(tiny)), GNMRCallback(), output_dir=run, save_strategy="steps", save_steps=3).train()

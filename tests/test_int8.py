@@ -206,6 +206,14 @@ def test_a_model_converted_in_memory_needs_no_checkpoint(tiny):
     assert not [k for m in model.modules() for k in m.__dict__ if "gnmr" in k]
 
 
+def test_a_converted_model_trains_as_a_loaded_one(tiny, tmp_path, trainer_for):
+    traces = []
+    for load in (load_int8, lambda folder: quantize_int8(load_bf16(folder))):
+        trainer_for(with_lora(load(tiny)), GNMRCallback(max_o=1, alpha=0.9, alpha_init_fraction=0)).train()
+        traces.append([(line["norms"], line["active"]) for line in trace_lines(tmp_path / "run")[1]])
+    assert traces[0] == traces[1]
+
+
 def test_conversion_refuses_weights_that_are_not_bf16(tmp_path):
     folder = save_llama(tmp_path / "llama", dtype=torch.float32)
     from transformers import AutoModelForCausalLM
