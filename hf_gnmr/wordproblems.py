@@ -12,15 +12,14 @@ that follow.  The last result is the answer, so an answer always looks like this
 Numbers are drawn until every result is a whole number within the range a very small language model can
 learn by heart (``MAX_RESULT``).
 
-Splits.  ``pretrain`` holds one-step problems and bare sums; ``train`` and ``test`` hold two- and three-step
-problems told in other words, so a model which has seen only ``pretrain`` knows the vocabulary and the
-arithmetic but has to learn how steps are put together.  The splits are disjoint by construction, whatever
-``n`` and ``seed``:
+Splits.  ``pretrain`` holds one-step problems, bare sums and a few short two-step ones; ``train`` and ``test``
+hold two- and three-step problems told in other words.  So a model that has seen only ``pretrain`` knows the
+vocabulary, the layout and the arithmetic, and has to learn which steps a story of the new kind asks for.
 
-* a ``pretrain`` question states exactly two numbers, a ``train`` or ``test`` question three or more;
-* the numbers of a ``train`` or ``test`` question, in the order in which the text states them, are hashed
-  (CRC-32); one hash in ``TEST_SHARE`` belongs to ``test`` and all others to ``train``.  Equal questions state
-  equal numbers, so they can only be in one split; and no list of numbers in ``test`` occurs in ``train``.
+No question is ever in two splits, whatever ``n`` and ``seed``: ``split_of`` tells a question's one split from
+the numbers it states.  Fewer than three numbers belong to ``pretrain``; three or more are hashed (CRC-32) in
+the order of the text, and the hash chooses the split.  Equal questions state equal numbers, so they have one
+split; and no list of three or more numbers in ``test`` occurs in another split, whatever the words around it.
 """
 
 from __future__ import annotations
@@ -29,19 +28,31 @@ import random
 import re
 import zlib
 from collections.abc import Iterator
+from itertools import islice
 
 RECIPE_VERSION = 1
 """Raised with every change to the text made here; caches of models trained on it depend on it."""
 
 SPLITS = ("pretrain", "train", "test")
-TEST_SHARE = 4
-MAX_RESULT = 60
+MAX_TERM = 20
+"""Largest number in a question; factors and divisors are at most 9."""
+MAX_RESULT = 40
+"""Largest result of a step."""
 
-_NAMES = ["Abel", "Bruna", "Cyril", "Dilys", "Edda", "Femi", "Gwen", "Hari", "Ines", "Jory", "Kaya", "Lorcan", "Mirel", "Nuno", "Odile", "Pavel", "Quin", "Rosa", "Sami", "Tilda", "Umar", "Vesna", "Wim", "Yara"]
-_THINGS = ["apples", "pears", "shells", "buttons", "stamps", "marbles", "beads", "pencils", "stickers", "coins", "cards", "plums", "nuts", "candles", "ribbons", "tickets", "postcards", "figs", "lemons", "badges"]
-_HOLDERS = ["box", "bag", "basket", "jar", "crate", "tin", "drawer", "tray"]
+_BUCKETS = ("test",) * 2 + ("pretrain",) * 3 + ("train",) * 3
+"""The split for each remainder of the hash of three or more numbers."""
+
+_NAMES = (
+    "Abel", "Bruna", "Cyril", "Dilys", "Edda", "Femi", "Gwen", "Hari", "Ines", "Jory", "Kaya", "Lorcan",
+    "Mirel", "Nuno", "Odile", "Pavel", "Quin", "Rosa", "Sami", "Tilda", "Umar", "Vesna", "Wim", "Yara",
+)
+_THINGS = (
+    "apples", "pears", "shells", "buttons", "stamps", "marbles", "beads", "pencils", "stickers", "coins",
+    "cards", "plums", "nuts", "candles", "ribbons", "tickets", "postcards", "figs", "lemons", "badges",
+)
+_HOLDERS = ("box", "bag", "basket", "jar", "crate", "tin", "drawer", "tray")
 _PLURALS = {h: ("boxes" if h == "box" else h + "s") for h in _HOLDERS}
-_PLACES = ["shop", "farm", "library", "museum", "bakery", "school", "garden", "harbour", "market", "station"]
+_PLACES = ("shop", "farm", "library", "museum", "bakery", "school", "garden", "harbour", "market", "station")
 
 # One template is (question, worked sentence, ...).
 _Template = tuple[str, ...]
@@ -77,17 +88,43 @@ _ONE_STEP: tuple[_Template, ...] = (
      "The {place} has [x=a*b] {thing}."),
     ("{name} shares {a} {thing} among {b} friends. How many {thing} does each friend get?",
      "Each friend gets [x=a/b] {thing}."),
-    ("{name} packs {a} {thing} into {b} {holders}, the same number in each. How many {thing} are in one {holder}?",
+    ("{name} packs {a} {thing} into {b} {holders}, the same number in each. "
+     "How many {thing} are in one {holder}?",
      "One {holder} has [x=a/b] {thing}."),
     ("{name} pays {a} dollars for {b} {thing}. How many dollars does one cost?",
      "One costs [x=a/b] dollars."),
 )
 
-_BARE: tuple[_Template, ...] = (
+_SHORT_CHAINS: tuple[_Template, ...] = (
+    ("{name} has {a} {thing}, gets {b} more and gives {c} to {other}. "
+     "How many {thing} does {name} have left?",
+     "{name} has [x=a+b] {thing}.", "Then [y=x-c] {thing} remain."),
+    ("{name} buys {a} {thing} for {b} dollars each and has {c} dollars left. "
+     "How many dollars did {name} have?",
+     "{name} pays [x=a*b] dollars.", "In all there are [y=x+c] dollars."),
+    ("A {place} had {a} {thing}, lost {b} of them and puts the rest into {c} {holders}. "
+     "How many {thing} are in one {holder}?",
+     "Then [x=a-b] {thing} remain.", "One {holder} has [y=x/c] {thing}."),
+)
+
+_SUMS: tuple[_Template, ...] = (
     ("What is {a} plus {b}?", "The sum is [x=a+b]."),
     ("What is {a} minus {b}?", "The difference is [x=a-b]."),
     ("What is {a} times {b}?", "The product is [x=a*b]."),
     ("What is {a} divided by {b}?", "The quotient is [x=a/b]."),
+)
+
+# Worked from left to right, hence no product or quotient after a sum or difference.
+_LONG_SUMS: tuple[_Template, ...] = (
+    ("What is {a} plus {b} plus {c}?", "First [x=a+b].", "Then [y=x+c]."),
+    ("What is {a} plus {b} minus {c}?", "First [x=a+b].", "Then [y=x-c]."),
+    ("What is {a} minus {b} plus {c}?", "First [x=a-b].", "Then [y=x+c]."),
+    ("What is {a} minus {b} minus {c}?", "First [x=a-b].", "Then [y=x-c]."),
+    ("What is {a} times {b} plus {c}?", "First [x=a*b].", "Then [y=x+c]."),
+    ("What is {a} times {b} minus {c}?", "First [x=a*b].", "Then [y=x-c]."),
+    ("What is {a} times {b} divided by {c}?", "First [x=a*b].", "Then [y=x/c]."),
+    ("What is {a} divided by {b} plus {c}?", "First [x=a/b].", "Then [y=x+c]."),
+    ("What is {a} divided by {b} minus {c}?", "First [x=a/b].", "Then [y=x-c]."),
 )
 
 _MANY_STEPS: tuple[_Template, ...] = (
@@ -108,13 +145,13 @@ _MANY_STEPS: tuple[_Template, ...] = (
     ("From a pile of {a} {thing}, {name} removed {b} broken ones and dealt the others out to {c} children. "
      "How many {thing} did each child receive?",
      "Then [x=a-b] {thing} remain.", "Each child gets [y=x/c] {thing}."),
-    ("At the {place} one of the {thing} costs {a} dollars. {name} takes {b} of them and hands over {c} dollars. "
+    ("At the {place}, {thing} cost {a} dollars each. {name} takes {b} of them and hands over {c} dollars. "
      "How much change does {name} receive?",
      "{name} pays [x=a*b] dollars.", "The change is [y=c-x] dollars."),
     ("{other} owns {a} {thing}. {name} owns {b} times as many and one {holder} with {c} on top. "
      "How many {thing} belong to {name}?",
      "The first part is [x=a*b] {thing}.", "{name} has [y=x+c] {thing}."),
-    ("{name} cut {a} {thing} into {b} equal groups and then added {c} {thing} to one group. "
+    ("{name} sorted {a} {thing} into {b} equal groups and then added {c} {thing} to one group. "
      "How many {thing} are in that group?",
      "One group has [x=a/b] {thing}.", "Then the group has [y=x+c] {thing}."),
     ("{name} wants {a} {thing}. So far {b} came from {other} and {c} from the {place}. "
@@ -125,30 +162,39 @@ _MANY_STEPS: tuple[_Template, ...] = (
      "{name} makes [x=a*b] {thing}.", "Then [y=x-c] {thing} were given away."),
     ("{name} brought {a} {thing}, {other} brought {b}, and the {place} sent {c}. {d} {thing} were lost. "
      "How many {thing} are left over?",
-     "Together they have [x=a+b] {thing}.", "In all there are [y=x+c] {thing}.", "Then [z=y-d] {thing} remain."),
+     "Together they have [x=a+b] {thing}.", "In all there are [y=x+c] {thing}.",
+     "Then [z=y-d] {thing} remain."),
 )
 
+# The share of each kind of template in a split.
+_MIX: dict[str, tuple[tuple[float, tuple[_Template, ...]], ...]] = {
+    "pretrain": ((0.50, _ONE_STEP), (0.15, _SUMS), (0.15, _LONG_SUMS), (0.20, _SHORT_CHAINS)),
+    "train": ((1.0, _MANY_STEPS),),
+    "test": ((1.0, _MANY_STEPS),),
+}
 _STEP = re.compile(r"\[(\w)=(\w)([-+*/])(\w)\]")
+_INPUT = re.compile(r"\{([abcd])\}")
 _NUMBER = re.compile(r"\d+")
 
 
 def _compute(left: int, operator: str, right: int) -> int | None:
-    """The result of one step, or None where it is no whole number in 1..MAX_RESULT."""
+    """The result of a step; None unless it is a whole number in 2..MAX_RESULT (plurals need two or more)."""
     if operator == "/":
         result = left // right if left % right == 0 else 0
     else:
         result = {"+": left + right, "-": left - right, "*": left * right}[operator]
-    return result if 1 <= result <= MAX_RESULT else None
+    return result if 2 <= result <= MAX_RESULT else None
 
 
 def _draw_numbers(template: _Template, rng: random.Random) -> tuple[dict[str, int], dict[str, str]]:
-    """Draw a template's numbers; returns each name's value and each result's written-out step."""
+    """Draw a template's numbers; returns the value under each name, and each result's written-out step."""
     steps = [match.groups() for sentence in template[1:] for match in _STEP.finditer(sentence)]
-    inputs = sorted(set(re.findall(r"\{([abcd])\}", template[0])))
-    # Factors and divisors stay within the times tables; everything else is a one- or two-digit number.
-    small = {n for _, left, op, right in steps for n in (left, right) if op == "*" or (op == "/" and n == right)}
+    inputs = sorted(set(_INPUT.findall(template[0])))
+    # Factors and divisors stay within the times tables.
+    small = {right for _, _, operator, right in steps if operator in "*/"}
+    small |= {left for _, left, operator, _ in steps if operator == "*"}
     while True:
-        values = {name: rng.randint(2, 9 if name in small else 30) for name in inputs}
+        values = {name: rng.randint(2, 9 if name in small else MAX_TERM) for name in inputs}
         written: dict[str, str] = {}
         for name, left, operator, right in steps:
             result = _compute(values[left], operator, values[right])
@@ -167,9 +213,9 @@ def _render(template: _Template, rng: random.Random) -> dict[str, str]:
     words = {"name": name, "other": other, "thing": rng.choice(_THINGS), "place": rng.choice(_PLACES)}
     words |= {"holder": holder, "holders": _PLURALS[holder]}
     values, written = _draw_numbers(template, rng)
-    question = template[0].format(**words, **values)
-    lines = [_STEP.sub(lambda m: written[m[1]], sentence).format(**words) for sentence in template[1:]]
-    return {"question": question, "answer": "\n".join([*lines, f"#### {values[max(written)]}"])}
+    lines = [_STEP.sub(lambda match: written[match[1]], line).format(**words) for line in template[1:]]
+    answer = "\n".join([*lines, f"#### {values[list(written)[-1]]}"])
+    return {"question": template[0].format(**words, **values), "answer": answer}
 
 
 def split_of(question: str) -> str:
@@ -177,14 +223,29 @@ def split_of(question: str) -> str:
     numbers = _NUMBER.findall(question)
     if len(numbers) < 3:
         return "pretrain"
-    return "train" if zlib.crc32(" ".join(numbers).encode()) % TEST_SHARE else "test"
+    return _BUCKETS[zlib.crc32(" ".join(numbers).encode()) % len(_BUCKETS)]
+
+
+def _rows(split: str, rng: random.Random) -> Iterator[dict[str, str]]:
+    """Rows of a split without end."""
+    weights, kinds = zip(*_MIX[split], strict=True)
+    while True:
+        (kind,) = rng.choices(kinds, weights)
+        row = _render(rng.choice(kind), rng)
+        if split_of(row["question"]) == split:
+            yield row
 
 
 def generate(split: str, n: int, seed: int = 0) -> list[dict[str, str]]:
     """Make ``n`` rows ``{"question": ..., "answer": ...}`` of a split.
 
-    The same arguments always give the same rows, and fewer rows are the beginning of more rows.  Questions
-    of ``train`` and ``test`` do not repeat within a call; bare sums of ``pretrain`` may.
+    The same arguments give the same rows on every machine, and fewer rows are the beginning of more rows.
+    Within a call no question of ``train`` or ``test`` repeats; those of ``pretrain`` may (bare sums are few).
+
+    Args:
+        split: ``"pretrain"``, ``"train"`` or ``"test"``.
+        n: rows, at least 0.
+        seed: any whole number.  Other seeds give other rows, but never a question of another split.
 
     Raises:
         ValueError: for an unknown split or a negative ``n``.
@@ -193,48 +254,43 @@ def generate(split: str, n: int, seed: int = 0) -> list[dict[str, str]]:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}, not {split!r}")
     if n < 0:
         raise ValueError(f"n must not be negative, got {n}")
-    rng = random.Random(f"{split}/{seed}")
     rows: list[dict[str, str]] = []
     seen: set[str] = set()
+    stream = _rows(split, random.Random(f"{split}/{seed}"))
     while len(rows) < n:
-        if split == "pretrain":
-            template = rng.choice(_BARE if rng.random() < 0.2 else _ONE_STEP)
-        else:
-            template = rng.choice(_MANY_STEPS)
-        row = _render(template, rng)
-        if split == "pretrain" or (split_of(row["question"]) == split and row["question"] not in seen):
+        row = next(stream)
+        if split == "pretrain" or row["question"] not in seen:
             seen.add(row["question"])
             rows.append(row)
     return rows
 
 
-def _fact(rng: random.Random, left: int | None = None) -> tuple[str, int]:
-    """One sum, product, difference or quotient; ``left`` fixes its first number."""
+def _facts(rng: random.Random) -> Iterator[str]:
+    """Facts such as ``12 + 7 = 19`` without end; every second one, or so, starts from the last result."""
+    result: int | None = None
     while True:
         operator = rng.choice("++--*/")
-        first = left if left is not None else rng.randint(2, 9 if operator == "*" else MAX_RESULT)
-        second = rng.randint(2, 9 if operator in "*/" else 30)
-        result = _compute(first, operator, second)
-        if result is not None:
-            return f"{first} {operator} {second} = {result}", result
+        left = rng.randint(2, 9 if operator == "*" else MAX_RESULT)
+        if result is not None and rng.random() < 0.5:
+            left = result
+        right = rng.randint(2, 9 if operator in "*/" else MAX_TERM)
+        value = _compute(left, operator, right)
+        if value is not None:
+            result = value
+            yield f"{left} {operator} {right} = {value}"
 
 
 def pretrain_text(n: int, seed: int = 0) -> Iterator[str]:
     """Yield ``n`` documents for language-model pre-training.
 
-    A third are lists of arithmetic facts, each fact starting from the last result or from a new number; the
-    others are ``pretrain`` problems in the layout ``Question: ...\\nAnswer: ...``.
+    About one in three is a list of eight facts, ``12 + 7 = 19. 19 - 4 = 15. ...``; the others are problems of
+    the ``pretrain`` split in the layout ``Question: ...\\nAnswer: ...``.
     """
     rng = random.Random(f"text/{seed}")
-    rows = iter(generate("pretrain", n, seed))
+    rows = _rows("pretrain", rng)
     for _ in range(n):
-        if rng.random() < 1 / 3:
-            facts, last = [], None
-            for _ in range(8):
-                fact, result = _fact(rng, last)
-                facts.append(fact)
-                last = result if rng.random() < 0.5 else None
-            yield ". ".join(facts) + "."
+        if rng.random() < 0.35:
+            yield ". ".join(islice(_facts(rng), 8)) + "."
         else:
             row = next(rows)
             yield f"Question: {row['question']}\nAnswer: {row['answer']}"
