@@ -54,7 +54,8 @@ def main() -> int:
             continue
         print(f"\n=== {number} of {len(WAYS)}: {NAMES[way]} ({time.perf_counter() - started:.0f} s so far)", flush=True)
         command = [sys.executable, "-m", "hf_gnmr.train", options.recipe, *options.overrides, *changes]
-        command += [f"training.output_dir={out / way}", f"run.overwrite={'true' if options.overwrite else 'false'}"]
+        command += [f"training.output_dir={out / way}", "run.resume=false"]
+        command += [f"run.overwrite={'true' if options.overwrite else 'false'}"]
         status = subprocess.run(command, check=False).returncode
         if status:
             print(f"error: the {NAMES[way]} run ended with status {status}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """hf_gnmr: runtime stability control for low-precision training (GNMR) under the Hugging Face Trainer."""
 
 from .backends.convert import quantize_int8
+from .backends.switchable import restore_plain
 from .callback import GNMRCallback
 from .config import ConfigError, GNMRConfig, SetupError
 from .controller import Controller, Decision
@@ -17,4 +18,5 @@ __all__ = [
     "__version__",
     "quantize_int8",
     "read_trace",
+    "restore_plain",
 ]

@@ -12,31 +12,28 @@ from __future__ import annotations
 import math
 import os
 import time
+import uuid
 import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from .backends import BACKENDS, Backend, check_backend
 from .backends.int8 import check_options
-from .census import census_in_words, summary_in_words
+from .census import census_in_words
 from .checks import refuse_unreadable_gradients, refuse_windows_never_full
 from .config import ConfigError, GNMRConfig, SetupError
-from .controller import Controller, Decision, encode_floats
+from .controller import Bools, Controller, Decision
 from .gradients import GradientNorms, Reading
-from .metrics import summarise
-from .trace import TraceError, TraceWriter, read_trace, write_json
+from .journal import TRACE_FILE, Journal
 from .triggers import check_trigger, make_trigger
 from .units import Unit, find_units
 
-TRACE_FILE = "trace.jsonl"
-SUMMARY_FILE = "summary.json"
-STATE_KEY = "GNMRCallback"
 
 class GNMRCallback(TrainerCallback, ExportableState):
     """Runtime stability control for low-precision training, as a Trainer callback.
@@ -70,7 +67,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
         **settings: Any,
     ) -> None:
         known = [field.name for field in fields(GNMRConfig)]
-        for name in settings:
+        for name in [*settings, *(config if isinstance(config, dict) else {})]:
             if name not in known:
                 raise ConfigError(f"GNMRCallback has no argument {name!r}: GNMRConfig's fields are {', '.join(known)}")
         if config is not None and settings:
@@ -82,8 +79,10 @@ class GNMRCallback(TrainerCallback, ExportableState):
         check_backend(backend)
         check_trigger(trigger)
         check_options(recovery=recovery, recovery_source=recovery_source, eval_path=eval_path)
-        if trace_path is True:
-            raise ConfigError("trace_path=True: a path, None or False is allowed")
+        if trace_path is not None and trace_path is not False and not isinstance(trace_path, (str, os.PathLike)):
+            raise ConfigError(f"trace_path={trace_path!r}: a path, None or False is allowed")
+        if layers is not None and not isinstance(layers, str):
+            raise ConfigError(f"layers={layers!r}: a pattern such as 'transformer.blocks.*', or None, is allowed")
         if backend == "none" and trigger != "gnmr":
             raise ConfigError(f"trigger={trigger!r} with backend='none': nothing is switched, leave the trigger at 'gnmr'")
         self.config = config or GNMRConfig(**settings)
@@ -99,8 +98,11 @@ class GNMRCallback(TrainerCallback, ExportableState):
         """The figures of the run, once it has ended."""
         self._backend: Backend | None = None
         self._gradients: GradientNorms | None = None
-        self._trace: TraceWriter | None = None
+        self._journal: Journal | None = None
         self._state: dict[str, Any] | None = None
+        """The controller's state in the checkpoint that this callback was built anew from, if it was."""
+        self._run_id: str | None = None
+        self._shown: dict[str, float] = {}
         self._reading: Reading | None = None
         self._micro_batches = 0
         self._withheld = False
@@ -112,8 +114,10 @@ class GNMRCallback(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._tear_down()
+        self.detach()
         model = kwargs["model"]
+        if state.max_steps < 1:
+            raise SetupError(f"the training has {state.max_steps} optimizer steps: there is nothing to do")
         refuse_unreadable_gradients(args, model)
         accumulation = args.gradient_accumulation_steps
         refuse_windows_never_full(kwargs.get("train_dataloader"), accumulation)
@@ -129,7 +133,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
         try:
             self._begin(args, state, model, kwargs.get("optimizer"))
         except BaseException:
-            self._tear_down()
+            self.detach()
             raise
 
     def _begin(self, args: TrainingArguments, state: TrainerState, model: nn.Module, optimizer: Any) -> None:
@@ -155,15 +159,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
                 print(line, flush=True)
             if self.trace_path is not False:
                 path = Path(args.output_dir) / TRACE_FILE if self.trace_path is None else Path(str(self.trace_path))
-                self._trace = TraceWriter(path, self._header(state, census), state.global_step if resumed else None)
-                if resumed and not self._trace.continued:
-                    print(
-                        f"GNMR: resumed at step {state.global_step}, but {path} is not (or no longer) the trace of this run: "
-                        "it starts anew",
-                        flush=True,
-                    )
-                if self._trace.set_aside is not None:
-                    print(f"GNMR: earlier trace lines set aside in {self._trace.set_aside}", flush=True)
+                self._journal = Journal(path, self._header(state, census), state.global_step if resumed else None)
         self._step_start = time.perf_counter()
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -181,8 +177,8 @@ class GNMRCallback(TrainerCallback, ExportableState):
         if self._reading is None:
             raise SetupError(
                 f"no gradient was seen at step {state.global_step + 1}: the loss does not come from the outputs of the "
-                "model that the Trainer calls (a custom compute_loss that calls an inner module?). Compute the loss "
-                "from model(**inputs), so that the unclipped gradient can be read"
+                "model that the Trainer calls (a custom compute_loss that calls an inner module?), or a second "
+                "GNMRCallback is at work. Compute the loss from model(**inputs), so that the unclipped gradient can be read"
             )
         if not self._scaled and not math.isfinite(self._reading.total_norm):
             # A scaler would skip this update. Without one the optimizer would write NaN into every parameter it
@@ -203,43 +199,43 @@ class GNMRCallback(TrainerCallback, ExportableState):
         end = time.perf_counter()
         if state.is_world_process_zero:
             self._report(state.global_step, reading)
-        if self._trace is not None:
-            self._trace.write({
-                "step": state.global_step,
-                "loss": reading.loss,
-                "grad_norm": reading.total_norm,
-                "norms": encode_floats(reading.norms),
-                "gnmr": encode_floats(decision.gnmr) if decision else None,
-                "delta_gnmr": encode_floats(decision.delta_gnmr) if decision else None,
-                "risk": encode_floats(decision.risk) if decision else None,
-                "alpha": decision.alpha if decision else None,
-                "beta": decision.beta if decision else None,
-                "triggered": np.flatnonzero(decision.triggered).tolist() if decision else [],
-                "active": np.flatnonzero(active).tolist(),
-                "micro_batches": self._micro_batches,
-                "skipped": skipped,
-                "update_withheld": self._withheld,
-                "step_ms": 1e3 * (end - self._step_start),
-                "controller_ms": 1e3 * (reading.seconds + end - start),
-                "recovery_bytes": self._backend.recovery_bytes(active),
-            })
+        self._shown = {} if decision is None else self._figures(decision, active)
+        if self._journal is not None:
+            self._journal.step(
+                step=state.global_step,
+                reading=reading,
+                decision=decision,
+                active=active,
+                micro_batches=self._micro_batches,
+                skipped=skipped,
+                withheld=self._withheld,
+                step_ms=1e3 * (end - self._step_start),
+                controller_ms=1e3 * (reading.seconds + end - start),
+                recovery_bytes=self._backend.recovery_bytes(active),
+            )
         self._micro_batches, self._reading, self._withheld = 0, None, False
         self._step_start = time.perf_counter()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        trace = self._trace
-        self._tear_down()
-        if trace is None:
-            return
-        try:
-            self.summary = summarise(read_trace(trace.path))
-        except (TraceError, KeyError) as error:
-            warnings.warn(f"no {SUMMARY_FILE}: the trace cannot be read back ({error})", stacklevel=2)
-            return
-        write_json(trace.path.with_name(SUMMARY_FILE), self.summary)
-        print(summary_in_words(self.summary), flush=True)
+        journal = self._journal
+        self.detach()
+        if journal is not None:
+            self.summary = journal.summarise()
+
+    def detach(self) -> None:
+        """Take hooks and paths off the model and close the trace, as the end of training does; may be called twice.
+
+        Only needed where training was broken off and the model is used without another run.
+        """
+        if self._gradients is not None:
+            self._gradients.remove()
+        if self._backend is not None:
+            self._backend.remove()
+        if self._journal is not None:
+            self._journal.close()
+        self._gradients = self._backend = self._journal = None
 
     # -- State in the Trainer's checkpoints ------------------------------------------------------------------------
 
@@ -257,20 +253,23 @@ class GNMRCallback(TrainerCallback, ExportableState):
                 "trace_path": self.trace_path if isinstance(self.trace_path, bool) or self.trace_path is None
                 else str(self.trace_path),
             },
-            "attributes": {"_state": self.controller.state_dict() if self.controller is not None else self._state},
+            "attributes": {
+                "_state": self.controller.state_dict() if self.controller is not None else self._state,
+                "_run_id": self._run_id,
+            },
         }
 
     def _restore(self, state: TrainerState) -> bool:
         """Continue from the state in the checkpoint, if this is a resumed run; returns whether it is one."""
         assert self.controller is not None
-        stored = state.stateful_callbacks.get(STATE_KEY) if state.stateful_callbacks else None
-        if isinstance(stored, list):
-            stored = stored[-1]
-        # A checkpoint written without this callback has no entry, and the Trainer's next save would miss it.
-        state.stateful_callbacks.setdefault(STATE_KEY, {})
+        # The Trainer files a callback's state under its class's name. A checkpoint written without this callback has no
+        # entry, and the Trainer's next save would miss it.
+        stored: Any = state.stateful_callbacks.setdefault(type(self).__name__, {})
+        attributes = (stored[-1] if isinstance(stored, list) else stored).get("attributes") or {}
+        self._run_id = uuid.uuid4().hex
         if state.global_step == 0:
             return False
-        saved = ((stored or {}).get("attributes") or {}).get("_state")
+        saved = attributes.get("_state")
         if saved is None:
             warnings.warn(
                 f"resumed at step {state.global_step} from a checkpoint without GNMR state: the history starts anew",
@@ -278,21 +277,38 @@ class GNMRCallback(TrainerCallback, ExportableState):
             )
         else:
             self.controller.load_state_dict(saved)
+            self._run_id = attributes.get("_run_id") or self._run_id
+            if self._state is not None and state.is_world_process_zero:
+                print("GNMR: settings are those of the checkpoint (restore_callback_states_from_checkpoint)", flush=True)
         return True
 
     # -- What is printed, logged and written -----------------------------------------------------------------------
 
     def scalars(self) -> dict[str, float]:
-        """The latest step's figures, for a `Trainer.log` that adds them to its logs; empty before the first step."""
-        if self.decision is None or self.controller is None:
-            return {}
-        recoverable = int(self.controller.recoverable.sum())
+        """The latest step's figures, for a `Trainer.log` that adds them to its logs.
+
+        Empty before the first step and after one that was no step for the controller. `gnmr/active` counts the units that
+        were on the recovery path during the step; the maxima are over finite scores.
+        """
+        return dict(self._shown)
+
+    def note_loss(self, loss: Tensor) -> None:
+        """For a Trainer to tell each micro-batch's loss, as it enters the backward; the trace has it where the model's own
+        loss output takes no part (label smoothing, `compute_loss_func`)."""
+        if self._gradients is not None:
+            self._gradients.step_losses.append(loss)
+
+    def _figures(self, decision: Decision, active: Bools) -> dict[str, float]:
+        assert self._backend is not None
+        recoverable = int(self._backend.recoverable.sum())
+        finite = np.isfinite(decision.gnmr)
         return {
-            "gnmr/max": float(self.decision.gnmr.max()),
-            "gnmr/delta_max": float(self.decision.delta_gnmr.max()),
-            "gnmr/triggered": int(self.decision.triggered.sum()),
-            "gnmr/active": int(self.decision.active.sum()),
-            "gnmr/promotion": float(self.decision.active.sum() / recoverable) if recoverable else 0.0,
+            "gnmr/max": float(decision.gnmr[finite].max(initial=0.0)),
+            "gnmr/delta_max": float(decision.delta_gnmr[finite].max(initial=0.0)),
+            "gnmr/not_finite": int((~finite).sum()),
+            "gnmr/triggered": int(decision.triggered.sum()),
+            "gnmr/active": int(active.sum()),
+            "gnmr/promotion": float(active.sum() / recoverable) if recoverable else 0.0,
         }
 
     def census(self) -> dict[str, Any]:
@@ -329,6 +345,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
                 }
                 for unit in self.units
             ],
+            "run_id": self._run_id,
             "config": self.config.to_dict(),
             "total_steps": state.max_steps,
             "max_o": self.controller.max_o,
@@ -352,12 +369,3 @@ class GNMRCallback(TrainerCallback, ExportableState):
             where = f"in layer{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}" if bad else "outside the layers"
             update = "; the optimizer's update was withheld" if self._withheld else ""
             print(f"GNMR: step {step}: gradient not finite {where}{update}", flush=True)
-
-    def _tear_down(self) -> None:
-        if self._gradients is not None:
-            self._gradients.remove()
-        if self._backend is not None:
-            self._backend.remove()
-        if self._trace is not None:
-            self._trace.close()
-        self._gradients = self._backend = self._trace = None

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -144,7 +144,7 @@ def top_units(risk: Floats, pool: NDArray[np.intp], seats: int) -> NDArray[np.in
 
 
 class Controller:
-    """Monitor, schedules and policy together.
+    """Monitor, schedules and policy together: the trigger `gnmr`.
 
     Args:
         num_units: number of monitored units, at least 1.
@@ -155,6 +155,8 @@ class Controller:
     Raises:
         ConfigError: no units, a mask of the wrong length, or a share of steps without `total_steps`.
     """
+
+    trigger: ClassVar[str] = "gnmr"
 
     def __init__(
         self,
@@ -214,9 +216,11 @@ class Controller:
         """Everything the next decision depends on, as plain JSON values (inf and nan as strings); O(units · δ)."""
         return {
             "version": STATE_VERSION,
+            "trigger": self.trigger,
             "num_units": self.num_units,
             "config": self.config.to_dict(),
-            "total_steps": self.total_steps,
+            "alpha_init_steps": self.alpha_init_steps,
+            "fidelity_warmup_steps": self.fidelity_warmup_steps,
             "recoverable": self.recoverable.tolist(),
             "steps_done": self.steps_done,
             "norm_sum": encode_floats(self.monitor.norm_sum),
@@ -230,7 +234,8 @@ class Controller:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()` of a controller with the same units and settings.
 
-        The total number of steps may differ (a run that is prolonged): shares of it are those of this controller.
+        The total number of steps may differ (a run that is prolonged): phases that were given as shares of it keep the
+        length they had, so that none begins a second time.
 
         Raises:
             ConfigError: another version, another number of units, mask or configuration; the message names it.
@@ -238,6 +243,7 @@ class Controller:
         if state.get("version") != STATE_VERSION:
             raise ConfigError(f"controller state has version {state.get('version')!r}: {STATE_VERSION} is allowed")
         for name, ours in (
+            ("trigger", self.trigger),
             ("num_units", self.num_units),
             ("recoverable", self.recoverable.tolist()),
             ("config", self.config.to_dict()),
@@ -248,6 +254,8 @@ class Controller:
                     "resume with the model and settings of the checkpoint, or start anew"
                 )
         self.steps_done = int(state["steps_done"])
+        self.alpha_init_steps = int(state["alpha_init_steps"])
+        self.fidelity_warmup_steps = int(state["fidelity_warmup_steps"])
         self.monitor.norm_sum = decode_floats(state["norm_sum"])
         self.monitor.norm_count = np.array(state["norm_count"], dtype=np.int64)
         self.monitor.window = np.stack([decode_floats(row) for row in state["window"]])

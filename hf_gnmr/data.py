@@ -70,9 +70,18 @@ def load_rows(section: DataSection, seed: int) -> tuple[list[dict[str, str]], li
 
 def check_source(section: DataSection) -> None:
     """Raise RecipeError for a data source that can be seen to be wrong without reading it."""
-    suffix = Path(section.name).suffix.lower()
-    if suffix in LOADERS and not Path(section.name).is_file():
+    path = Path(section.name)
+    if path.suffix.lower() in LOADERS and not path.is_file():
         raise RecipeError(f"data.name={section.name!r}: no such file")
+    if path.is_file() and path.suffix.lower() not in LOADERS:
+        raise RecipeError(f"data.name={section.name!r}: files that end in {', '.join(LOADERS)} are read")
+    for key in ("prompt", "answer"):
+        try:
+            list(string.Formatter().parse(getattr(section, key)))
+        except ValueError as error:
+            raise RecipeError(f"data.{key}={getattr(section, key)!r}: not a template: {error}") from error
+    if section.eval_split is not None and not section.eval_rows:
+        raise RecipeError(f"data.eval_split={section.eval_split!r} needs data.eval_rows above 0")
     if section.generate_rows > section.eval_rows:
         raise RecipeError(
             f"data.generate_rows={section.generate_rows}: at most data.eval_rows={section.eval_rows} is allowed"
@@ -87,7 +96,8 @@ def _load(section: DataSection, split: str) -> list[dict[str, Any]]:
             return load_dataset(loader, data_files={split: os.fspath(path)}, split=split).to_list()
         return load_dataset(section.name, section.subset, split=split).to_list()
     except Exception as error:  # the loaders raise whatever their file systems and parsers raise
-        raise RecipeError(f"data.name={section.name!r}, split {split!r}: cannot be loaded: {error}") from error
+        why = str(error).strip() or f"{type(error).__name__} (is it empty?)"
+        raise RecipeError(f"data.name={section.name!r}, split {split!r}: cannot be loaded: {why}") from error
 
 
 def _texts(table: list[dict[str, Any]], section: DataSection, split: str) -> list[dict[str, str]]:
@@ -110,17 +120,24 @@ def _fill(key: str, pattern: str, row: dict[str, Any], where: str) -> str:
     for column in columns:
         if column not in row:
             raise RecipeError(f"data.{key}={pattern!r}: no column {column!r}; the columns are {', '.join(row)}")
-        if row[column] is None or str(row[column]).strip() == "":
+        value = row[column]
+        if value is None or str(value).strip() == "":
             raise RecipeError(f"{where}: column {column!r} is empty")
+        if not isinstance(value, (str, int, float)):
+            raise RecipeError(f"{where}: column {column!r} holds a {type(value).__name__}: text or a number is allowed")
     if "{" in pattern:
-        return pattern.format(**{column: row[column] for column in columns})
+        try:
+            return pattern.format(**{column: row[column] for column in columns})
+        except (ValueError, KeyError, IndexError, AttributeError) as error:
+            raise RecipeError(f"data.{key}={pattern!r} cannot be filled from {where}: {error}") from error
     return str(row[columns[0]])
 
 
 def encode(rows: list[dict[str, str]], tokenizer: Any, max_length: int) -> tuple[Dataset, Counts]:
     """Token sequences with labels on the answer only.
 
-    Prompt and answer are tokenised as one text, so that the tokens are those the model meets when it generates.
+    Prompt and answer are tokenised as one text; a token that reaches over the boundary counts as answer. End the prompt
+    where a token ends (before a space, with most tokenizers), and the model meets the same tokens when it generates.
 
     Args:
         rows: {"prompt", "answer"} texts.

@@ -37,8 +37,8 @@ class Reading:
     total_norm: float
     """L2 norm over all trainable parameters, those outside the units included."""
     loss: float | None
-    """This rank's loss over the step's micro-batches, weighted as in the backward; None where the model's own loss
-    output took no part in the backward (a custom loss)."""
+    """This rank's loss over the step's micro-batches, weighted as in the backward: the model's own loss output, else
+    what the Trainer noted; None where there is neither (a custom loss in a Trainer that notes nothing)."""
     seconds: float
     """Time spent in working out and fetching the norms, without waiting for the backward itself."""
 
@@ -70,6 +70,9 @@ class GradientNorms:
         self._pending: tuple[Tensor, list[int], bool] | None = None
         self._seconds = 0.0
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self.step_losses: list[Tensor] = []
+        """The Trainer's loss of each micro-batch, used where the model's own loss output takes no part in the backward."""
+        _drop_leftovers(unwrap(model))
         self._handle = unwrap(model).register_forward_hook(self._on_forward)
 
     def remove(self) -> None:
@@ -85,6 +88,11 @@ class GradientNorms:
             return None
         vector, order, has_loss = self._pending
         self._pending = None
+        scaled_loss = has_loss
+        if not has_loss and self.step_losses:
+            total = torch.stack([x.detach().to(vector.device, torch.float32) for x in self.step_losses]).sum()
+            vector, has_loss = torch.cat([vector, total[None]]), True
+        self.step_losses = []
         if self._events is not None:
             # Wait for the backward here, so that the time below is that of the norms and not of the backward.
             self._events[1].synchronize()
@@ -98,7 +106,7 @@ class GradientNorms:
             square = np.square(per_parameter / scale)
             norms = np.sqrt(np.add.reduceat(square[: self._of_units], self._segments))
             total_norm = float(np.sqrt(square.sum()))
-        loss = float(values[len(order) + 1]) / scale if has_loss else None
+        loss = float(values[len(order) + 1]) / (scale if scaled_loss else 1.0) if has_loss else None
         seconds = self._seconds + time.perf_counter() - start
         self._seconds = 0.0
         return Reading(norms, total_norm, loss, seconds)
@@ -184,10 +192,19 @@ def queue_callback(function: Any) -> None:
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors at the top level of a model's output."""
+    """The tensors in a model's output: loss, logits, and hidden states where they were asked for."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, dict):
-        yield from (v for v in output.values() if isinstance(v, Tensor))
+        for value in output.values():
+            yield from _tensors(value)
     elif isinstance(output, (tuple, list)):
-        yield from (v for v in output if isinstance(v, Tensor))
+        for value in output:
+            yield from _tensors(value)
+
+
+def _drop_leftovers(model: nn.Module) -> None:
+    """Take off hooks of readers whose training was broken off: they would go on working, unseen, in every step."""
+    for key, hook in list(model._forward_hooks.items()):
+        if isinstance(getattr(hook, "__self__", None), GradientNorms):
+            del model._forward_hooks[key]

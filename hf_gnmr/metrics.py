@@ -14,7 +14,7 @@ def summarise(trace: Trace) -> dict[str, Any]:
     """The figures that a run reports.
 
     Steps that were no step for the controller (`skipped`) enter none of the shares; switches and dwell run over all
-    lines, since the active set stays in force during a skipped step.
+    lines, since the active set stays in force during a skipped step, and stop where lines are missing.
 
     Returns:
         plain JSON values. A share without a denominator (no recoverable unit, no step, maxO 0) is None.
@@ -31,6 +31,7 @@ def summarise(trace: Trace) -> dict[str, Any]:
     return {
         "steps": len(lines),
         "skipped_steps": len(lines) - len(counted),
+        "missing_steps": sum(b["step"] - a["step"] - 1 for a, b in itertools.pairwise(lines)),
         "non_finite_steps": sum(any(not math.isfinite(float(n)) for n in line["norms"]) for line in lines),
         "withheld_updates": sum(bool(line.get("update_withheld")) for line in lines),
         "backend": header["backend"],
@@ -45,7 +46,9 @@ def summarise(trace: Trace) -> dict[str, Any]:
         "gnmr_exceedance": _exceedance(counted, recoverable, "gnmr", "alpha"),
         "delta_gnmr_exceedance": _exceedance(counted, recoverable, "delta_gnmr", "beta"),
         "switches": sum(
-            len(set(a["active"]) ^ set(b["active"])) for a, b in itertools.pairwise(lines)
+            len(set(a["active"]) ^ set(b["active"]))
+            for a, b in itertools.pairwise(lines)
+            if b["step"] == a["step"] + 1
         ),
         "dwell": _dwell(lines, len(header["units"])),
         "steps_on_recovery_by_layer": {
@@ -80,9 +83,15 @@ def _dwell(lines: list[dict[str, Any]], units: int) -> dict[str, Any]:
     """Lengths of the runs of consecutive active steps of a unit: how many of each length, mean and longest."""
     lengths: Counter[int] = Counter()
     running = [0] * units
-    for line in [*lines, {"active": []}]:
+    last = None
+    for line in [*lines, {"active": [], "step": None}]:
         active = set(line["active"])
+        gap = last is not None and line["step"] != last + 1
+        last = line["step"]
         for unit in range(units):
+            if gap and running[unit]:
+                lengths[running[unit]] += 1
+                running[unit] = 0
             if unit in active:
                 running[unit] += 1
             elif running[unit]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .config import SetupError
+from .config import GNMRConfig, SetupError
 from .recipe import LoraSection, ModelSection, RecipeError
 
 BUILTIN = "builtin"
@@ -33,6 +33,30 @@ def model_source(section: ModelSection) -> str:
     if looks_local and not Path(section.name).expanduser().is_dir():
         raise RecipeError(f"model.name={section.name!r}: no such folder")
     return os.path.expanduser(section.name)
+
+
+def check_depth(source: str, section: ModelSection, gnmr: GNMRConfig, lora: LoraSection) -> None:
+    """Hold what is counted in layers against the depth in the model's configuration, before its weights are loaded.
+
+    Raises:
+        RecipeError: no readable configuration, `gnmr.max_o` above the layers, or an adapter for a layer that is not there.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(
+            source, revision=section.revision, trust_remote_code=section.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"model.name={section.name!r}: its configuration cannot be loaded: {error}") from error
+    depth = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    if depth is None:
+        return
+    if isinstance(gnmr.max_o, int) and gnmr.max_o > depth:
+        raise RecipeError(f"gnmr.max_o={gnmr.max_o}: the model has {depth} decoder layers, at most that is allowed")
+    beyond = [layer for layer in lora.layers_to_transform or [] if not 0 <= layer < depth]
+    if beyond:
+        raise RecipeError(f"lora.layers_to_transform={lora.layers_to_transform}: the layers are 0 to {depth - 1}")
 
 
 def load_tokenizer(source: str, section: ModelSection) -> Any:
@@ -105,14 +129,17 @@ def add_adapters(model: Any, section: LoraSection, seed: int) -> Any:
     )
     try:
         model = get_peft_model(model, config)
-    except ValueError as error:
-        raise RecipeError(f"lora.target_modules={section.target_modules!r}: {error}") from error
+    except (ValueError, TypeError) as error:
+        raise RecipeError(f"lora (target_modules={section.target_modules!r}): {error}") from error
     if section.init_adapter is None:
         draw_adapters(model, seed)
         return model
     if not Path(section.init_adapter).is_dir():
         raise RecipeError(f"lora.init_adapter={section.init_adapter!r}: no such folder")
-    result = set_peft_model_state_dict(model, load_peft_weights(section.init_adapter, device="cpu"))
+    try:
+        result = set_peft_model_state_dict(model, load_peft_weights(section.init_adapter, device="cpu"))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise RecipeError(f"lora.init_adapter={section.init_adapter!r} does not fit: {error}") from error
     missing = [key for key in result.missing_keys if "lora_" in key]
     if missing or result.unexpected_keys:
         raise RecipeError(

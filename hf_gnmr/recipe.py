@@ -111,7 +111,8 @@ class RunSection:
     overwrite: bool = False
     """Move the old run aside (folder.1, folder.2, …) and start anew."""
     resume: Literal["auto", False] | str = False
-    """``auto``: from the last whole checkpoint, if there is one; a path: from that checkpoint; false: never."""
+    """``auto``: from the last whole checkpoint, if there is one; a path: from that checkpoint; false: never.
+    `overwrite` comes first: with it the run starts anew."""
 
 
 @dataclass
@@ -150,15 +151,25 @@ LEAST: dict[str, float] = {
     "training.learning_rate": 0, "training.weight_decay": 0, "training.max_grad_norm": 0, "training.warmup_steps": 0,
     "training.per_device_train_batch_size": 1, "training.per_device_eval_batch_size": 1,
     "training.gradient_accumulation_steps": 1, "training.max_steps": 1, "training.num_train_epochs": 0,
-    "training.logging_steps": 0, "training.save_steps": 0, "training.seed": 0,
+    "training.logging_steps": 0, "training.save_steps": 0, "training.seed": 0, "training.label_smoothing_factor": 0,
 }  # fmt: skip
 """Least allowed value of a key. `training.max_steps` may also be -1, transformers' "by epochs"."""
 
-MOST: dict[str, float] = {"lora.lora_dropout": 1}
+MOST: dict[str, float] = {"lora.lora_dropout": 1, "training.label_smoothing_factor": 1}
 
 
 class _Yaml12(yaml.SafeLoader):
-    """Safe loading with YAML 1.2's plain scalars: ``2e-5`` is a float, ``on`` and ``1:30`` are strings, ``010`` is 10."""
+    """Safe loading with YAML 1.2's plain scalars: ``2e-5`` is a float, ``on`` and ``1:30`` are strings, ``010`` is 10.
+
+    A key that stands twice in a section is refused, where plain YAML takes the last.
+    """
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 _Yaml12.yaml_implicit_resolvers = {
@@ -220,7 +231,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | tuple[str, 
         raw = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Yaml12)  # noqa: S506 (a SafeLoader)
     except yaml.YAMLError as error:
         raise RecipeError(f"{path} is not YAML: {error}") from error
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} cannot be read: {error}") from error
     if not isinstance(raw, dict):
         raise RecipeError(f"{path}: a recipe has the sections {', '.join(SECTIONS)}")

@@ -39,7 +39,7 @@ class TraceWriter:
             `resume_after` is given.
         header: the header's fields (without `schema`).
         resume_after: continue the file after this step; lines of later steps, which the resumed run takes again, are set
-            aside in ``trace.after-step-N.jsonl``. None, or a file with other units or settings: a new trace.
+            aside in ``trace.after-step-N.jsonl``. None, or a file of another run: a new trace.
     """
 
     def __init__(self, path: str | os.PathLike[str], header: dict[str, Any], resume_after: int | None = None) -> None:
@@ -48,10 +48,12 @@ class TraceWriter:
         """Where lines that stood in the way went."""
         self.continued = False
         """Whether an earlier trace goes on."""
+        self.missing = 0
+        """Steps up to `resume_after` that the earlier trace has no lines of."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if resume_after is not None and _same_run(self.path, header):
-            self.set_aside = _cut_after(self.path, resume_after)
-            self.continued = True
+            self.set_aside, last = _cut_after(self.path, resume_after)
+            self.continued, self.missing = True, resume_after - last
             self._file: IO[str] = self.path.open("a", encoding="utf-8")
             return
         if self.path.exists():
@@ -129,20 +131,25 @@ def free_name(path: Path) -> Path:
 
 
 def _same_run(path: Path, header: dict[str, Any]) -> bool:
-    """Whether `path` is a trace of the same units under the same settings."""
+    """Whether `path` is the trace of the same run, with the same units under the same settings."""
     try:
         with path.open(encoding="utf-8") as file:
             old = json.loads(file.readline())
     except (OSError, ValueError):
         return False
-    names = ("units", "config", "max_o", "trigger", "backend")
+    names = ("run_id", "units", "config", "max_o", "trigger", "backend")
     return isinstance(old, dict) and all(old.get(name) == plain(header[name]) for name in names)
 
 
-def _cut_after(path: Path, step: int) -> Path | None:
-    """Keep the header and the lines up to `step`; move the rest, a broken tail included, to a file of its own."""
+def _cut_after(path: Path, step: int) -> tuple[Path | None, int]:
+    """Keep the header and the lines up to `step`; move the rest, a broken tail included, to a file of its own.
+
+    Returns:
+        that file (None: there was no rest), and the step of the last line that was kept (0: none).
+    """
     lines = path.read_bytes().splitlines(keepends=True)
     kept: list[bytes] = []
+    last = 0
     for number, line in enumerate(lines):
         try:
             record = json.loads(line)
@@ -152,9 +159,10 @@ def _cut_after(path: Path, step: int) -> Path | None:
         if not keep:
             break
         kept.append(line)
+        last = record.get("step", 0)
     rest = lines[len(kept) :]
     if not rest:
-        return None
+        return None, last
     aside = path.with_name(f"{path.stem}.after-step-{step}{path.suffix}")
     if aside.exists():
         aside = free_name(aside)
@@ -162,4 +170,4 @@ def _cut_after(path: Path, step: int) -> Path | None:
     partial.write_bytes(b"".join(kept))
     aside.write_bytes(b"".join(rest))
     os.replace(partial, path)
-    return aside
+    return aside, last

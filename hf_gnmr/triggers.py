@@ -25,12 +25,14 @@ class Fixed(Controller):
 class NoneLifted(Fixed):
     """Every unit on the low-cost path: fixed INT8."""
 
+    trigger = "none"
     lifted = False
 
 
 class AllLifted(Fixed):
     """Every recoverable unit on the recovery path of the same switched model."""
 
+    trigger = "all"
     lifted = True
 
 

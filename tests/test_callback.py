@@ -119,6 +119,8 @@ def test_gradients_that_stay_non_finite_are_reported_every_step(trainer_for, tin
     trainer_for(model, callback).train()
     assert capsys.readouterr().out.count("gradient not finite in layer 1") == 6
     assert callback.summary["withheld_updates"] == 6
+    json.dumps(callback.scalars(), allow_nan=False)
+    assert callback.scalars()["gnmr/not_finite"] == 1
     assert all(torch.isfinite(p).all() for p in model.parameters() if p.requires_grad)
 
 
@@ -321,11 +323,78 @@ def test_a_run_may_be_prolonged_and_a_trace_of_other_settings_is_set_aside(train
         resume_from_checkpoint=f"{run}/checkpoint-3"
     )
     assert [line["step"] for line in trace_lines(run)[1]] == list(range(1, 7))
-    trainer_for(with_lora(load_int8(tiny)), GNMRCallback(max_o=1, trigger="none"), **saving).train(
-        resume_from_checkpoint=f"{run}/checkpoint-3"
-    )
+    with pytest.raises(ConfigError, match="trigger='gnmr', this run has 'none'"):
+        trainer_for(with_lora(load_int8(tiny)), GNMRCallback(max_o=1, trigger="none"), **saving).train(
+            resume_from_checkpoint=f"{run}/checkpoint-3"
+        )
+    other = GNMRCallback(max_o=1, recovery="dequantize")
+    trainer_for(with_lora(load_int8(tiny)), other, **saving).train(resume_from_checkpoint=f"{run}/checkpoint-3")
     assert [line["step"] for line in trace_lines(run)[1]] == [4, 5, 6]
     assert len(read_trace(tmp_path / "run" / "trace.1.jsonl").steps) == 6
+    assert (tmp_path / "run" / "summary.1.json").exists()
+
+
+def test_lines_lost_before_the_checkpoint_are_told_and_counted(trainer_for, tiny, tmp_path, capsys):
+    run = str(tmp_path / "run")
+    saving = {"output_dir": run, "save_strategy": "steps", "save_steps": 4}
+    trainer_for(with_lora(load_int8(tiny)), GNMRCallback(max_o=1), **saving).train()
+    trace = tmp_path / "run" / "trace.jsonl"
+    trace.write_text("".join(trace.read_text().splitlines(keepends=True)[:3]))
+    callback = GNMRCallback(max_o=1)
+    trainer_for(with_lora(load_int8(tiny)), callback, **saving).train(resume_from_checkpoint=f"{run}/checkpoint-4")
+    assert [line["step"] for line in trace_lines(run)[1]] == [1, 2, 5, 6]
+    assert "lacks the 2 steps before step 5" in capsys.readouterr().out
+    assert callback.summary["missing_steps"] == 2
+
+
+def test_a_subclass_resumes_as_well(trainer_for, tiny, tmp_path):
+    class Mine(GNMRCallback):
+        pass
+
+    run = str(tmp_path / "run")
+    saving = {"output_dir": run, "save_strategy": "steps", "save_steps": 3}
+    trainer_for(with_lora(load_int8(tiny)), Mine(max_o=1), **saving).train()
+    callback = Mine(max_o=1)
+    trainer_for(with_lora(load_int8(tiny)), callback, **saving).train(resume_from_checkpoint=f"{run}/checkpoint-3")
+    assert callback.controller.steps_done == 6
+    assert [line["step"] for line in trace_lines(run)[1]] == list(range(1, 7))
+
+
+def test_a_second_callback_is_refused_and_not_traced_as_if_it_ruled(trainer_for, tiny):
+    trainer = trainer_for(with_lora(load_int8(tiny)), GNMRCallback(trigger="all"), GNMRCallback(trigger="none"))
+    with pytest.raises(SetupError, match="second GNMRCallback"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("trouble", ["summary is a folder", "disk full"])
+def test_trouble_with_the_files_does_not_cost_the_training(trainer_for, tiny, tmp_path, capsys, monkeypatch, trouble):
+    if trouble == "summary is a folder":
+        (tmp_path / "run" / "summary.json").mkdir(parents=True)
+    else:
+        def full(self, record):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("hf_gnmr.trace.TraceWriter.write", full_after_header(full))
+    trainer = trainer_for(with_lora(load_int8(tiny)), GNMRCallback())
+    with pytest.warns(UserWarning, match=r"no summary.json|the trace ends before step 3"):
+        trainer.train()
+    assert trainer.state.global_step == 6
+    if trouble == "disk full":
+        assert "NO TRACE from step 3 on" in capsys.readouterr().out
+        assert [line["step"] for line in trace_lines(tmp_path / "run")[1]] == [1, 2]
+
+
+def full_after_header(full):
+    """TraceWriter.write that works for the header and two steps."""
+    from hf_gnmr.trace import TraceWriter
+
+    write, calls = TraceWriter.write, []
+
+    def limited(self, record):
+        calls.append(1)
+        return write(self, record) if len(calls) <= 3 else full(self, record)
+
+    return limited
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut in the header", "cut in a line"])
@@ -387,10 +456,33 @@ def test_an_exception_in_mid_training_leaves_trace_and_a_model_that_trains_again
         broken.train()
     assert [line["step"] for line in trace_lines(tmp_path / "run")[1]] == [1, 2, 3]
     assert any(isinstance(m, SwitchableLinear8bitLt) for m in model.modules())
+    assert len(model._forward_hooks) == 1
     callback = GNMRCallback(max_o=1)
     trainer_for(model, callback).train()
     assert callback.summary["steps"] == 6
     assert not any(isinstance(m, SwitchableLinear8bitLt) for m in model.modules())
+    assert not model._forward_hooks, "a run that was broken off must not leave its hook working for ever"
+
+
+def test_detach_gives_the_plain_model_back_after_an_interrupt(trainer_for, tiny):
+    def interrupt(model):
+        raise KeyboardInterrupt
+
+    model, callback = with_lora(load_int8(tiny)), GNMRCallback(max_o=1, alpha=0.5, alpha_init_fraction=0)
+    with pytest.raises(KeyboardInterrupt):
+        trainer_for(model, callback, AtStep(4, interrupt)).train()
+    callback.detach()
+    callback.detach()
+    assert not model._forward_hooks and not any(isinstance(m, SwitchableLinear8bitLt) for m in model.modules())
+    model.merge_and_unload()
+
+
+def test_training_without_a_step_is_refused(trainer_for, tiny):
+    trainer = trainer_for(
+        with_lora(load_int8(tiny)), GNMRCallback(), per_device_train_batch_size=128, dataloader_drop_last=True
+    )
+    with pytest.raises(SetupError, match="0 micro-batches"):
+        trainer.train()
 
 
 def test_without_a_trace_there_is_no_file_and_no_summary(trainer_for, tiny, tmp_path):
@@ -459,6 +551,9 @@ def test_wrong_arguments_are_refused_at_construction():
         ({"backend": "none", "trigger": "all"}, "nothing is switched"),
         ({"alpha": -1}, "alpha=-1"),
         ({"delta": 0}, "delta=0"),
+        ({"config": {"foo": 1}}, "no argument 'foo'"),
+        ({"layers": 3}, "layers=3"),
+        ({"trace_path": 3}, "trace_path=3"),
     ):
         with pytest.raises(ConfigError, match=message):
             GNMRCallback(**arguments)
@@ -470,7 +565,7 @@ def test_a_trace_deleted_during_the_run_costs_the_summary_and_nothing_else(train
         return lambda: None
 
     trainer = trainer_for(with_lora(load_int8(tiny)), GNMRCallback(), AtStep(5, delete))
-    with pytest.warns(UserWarning, match="no summary.json: the trace cannot be read back"):
+    with pytest.warns(UserWarning, match="no summary.json: .*no such trace"):
         trainer.train()
     assert trainer.state.global_step == 6
 

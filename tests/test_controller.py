@@ -184,6 +184,18 @@ def test_fixed_triggers_score_but_never_move():
         assert decision.gnmr[1] == 99.0
 
 
+def test_a_run_that_is_prolonged_begins_no_phase_a_second_time():
+    config = GNMRConfig(max_o=1, fidelity_warmup=0.5, alpha_init_fraction=0.5)
+    short = Controller(3, config, total_steps=4)
+    for _ in range(4):
+        short.step([1.0, 1.0, 1.0])
+    longer = Controller(3, config, total_steps=20)
+    longer.load_state_dict(short.state_dict())
+    for _ in range(4):
+        decision = longer.step([1.0, 1.0, 1.0])
+        assert decision.alpha == config.alpha and not decision.active.any()
+
+
 def test_wrong_norms_are_refused_by_name():
     controller = Controller(3, GNMRConfig(alpha_init_fraction=0))
     with pytest.raises(ValueError, match=r"shape \(2,\).*\(3,\)"):
@@ -196,6 +208,10 @@ def test_state_of_another_set_up_is_refused_by_name():
     state = Controller(3, GNMRConfig(alpha_init_fraction=0)).state_dict()
     with pytest.raises(ConfigError, match="num_units=3, this run has 4"):
         Controller(4, GNMRConfig(alpha_init_fraction=0)).load_state_dict(state)
+    with pytest.raises(ConfigError, match="version 99"):
+        Controller(3, GNMRConfig(alpha_init_fraction=0)).load_state_dict({**state, "version": 99})
+    with pytest.raises(ConfigError, match="trigger='gnmr', this run has 'none'"):
+        make_trigger("none", 3, GNMRConfig(alpha_init_fraction=0)).load_state_dict(state)
     with pytest.raises(ConfigError, match="config="):
         Controller(3, GNMRConfig(alpha_init_fraction=0, alpha=1.2)).load_state_dict(state)
 

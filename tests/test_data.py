@@ -40,7 +40,6 @@ def test_no_row_is_lost_too_long_or_without_an_answer(texts, max_length):
     rows = [{"prompt": prompt, "answer": answer} for prompt, answer in texts]
     data, counts = encode(rows, TOKENIZER, max_length)
     assert len(data) == counts.rows == len(rows)
-    assert counts.prompts_cut <= counts.answers_cut + counts.prompts_cut
     cut = 0
     for row, encoded in zip(rows, data, strict=True):
         assert 0 < len(encoded["input_ids"]) <= max_length
@@ -93,6 +92,15 @@ def test_wrong_columns_empty_values_and_missing_files_are_named(tmp_path, rows_f
     file.write_text('{"question": "q", \n')
     with pytest.raises(RecipeError, match=r"rows.jsonl', split 'train': cannot be loaded"):
         load_rows(DataSection(str(file)), seed=0)
+    file.write_text('{"question": ["a", "b"], "answer": "a"}\n')
+    with pytest.raises(RecipeError, match=r"row 0: column 'question' holds a list"):
+        load_rows(DataSection(str(file)), seed=0)
+    file.write_text("")
+    with pytest.raises(RecipeError, match=r"cannot be loaded: .+"):
+        load_rows(DataSection(str(file)), seed=0)
+    (tmp_path / "rows.csv").write_text("question,answer\n")
+    with pytest.raises(RecipeError, match=r"files that end in .json, .jsonl, .parquet are read"):
+        check_source(DataSection(str(tmp_path / "rows.csv")))
     with pytest.raises(RecipeError, match=r"data.eval_rows=99: .* has only 40 rows"):
         load_rows(DataSection(rows_file, eval_rows=99), seed=0)
     with pytest.raises(RecipeError, match=r"data.generate_rows=5: at most data.eval_rows=2"):

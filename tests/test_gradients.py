@@ -95,6 +95,16 @@ def test_a_custom_loss_has_norms_and_no_loss_in_the_trace(trainer_for, tiny, tmp
     assert (norms(lines) > 0).all()
 
 
+def test_a_loss_from_hidden_states_is_seen(trainer_for, tiny, tmp_path):
+    class Hidden(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            inputs.pop("labels")
+            return model(**inputs, output_hidden_states=True).hidden_states[-1].float().square().mean()
+
+    lines = run(trainer_for, tiny, tmp_path, trainer_class=Hidden)
+    assert (norms(lines) > 0).all() and all(line["loss"] is None for line in lines)
+
+
 def test_a_loss_that_bypasses_the_model_is_refused(trainer_for, tiny):
     class Inner(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):

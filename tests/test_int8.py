@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import pathlib
 
 import bitsandbytes as bnb
@@ -16,7 +17,7 @@ from conftest import load_bf16, load_int8, save_llama, token_rows, trace_lines, 
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from hf_gnmr import GNMRCallback, SetupError, quantize_int8
+from hf_gnmr import GNMRCallback, SetupError, quantize_int8, restore_plain
 from hf_gnmr.backends.int8 import Int8Backend
 from hf_gnmr.backends.switchable import SwitchableLinear8bitLt, dequantize
 from hf_gnmr.config import ConfigError
@@ -220,6 +221,11 @@ def test_conversion_refuses_weights_that_are_not_bf16(tmp_path):
 
     with pytest.raises(SetupError, match=r"float32.*dtype=torch.bfloat16"):
         quantize_int8(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    mixed = load_bf16(folder)
+    mixed.model.layers[2].mlp.down_proj.float()
+    with pytest.raises(SetupError, match="model.layers.2.mlp.down_proj is torch.float32"):
+        quantize_int8(mixed)
+    assert not linears(mixed), "nothing is converted unless everything can be"
 
 
 def test_after_remove_the_model_is_plain_again(tiny):
@@ -229,8 +235,11 @@ def test_after_remove_the_model_is_plain_again(tiny):
     backend, units = switched(model)
     lift(backend, 0)
     assert set(model.state_dict()) == keys, "keys must not depend on which layers are lifted"
+    notes = logging.getLogger("bitsandbytes.autograd._functions")
+    assert len(notes.filters) == 1
     backend.remove()
     backend.remove()
+    assert not notes.filters
     assert {type(m) for m in linears(model)} == {bnb.nn.Linear8bitLt}
     assert not [k for m in model.modules() for k in m.__dict__ if "gnmr" in k]
     assert torch.equal(logits(model), before)
@@ -397,7 +406,10 @@ def test_a_merge_in_the_middle_of_training_is_not_served_stale_weights(tiny):
     with pytest.raises(SetupError, match="weight of a switched module was replaced"):
         logits(model.eval())
     lift(backend)
-    logits(model.eval())
+    merged = logits(model.eval())
+    restore_plain(model)
+    assert {type(m) for m in linears(model)} == {bnb.nn.Linear8bitLt}
+    assert torch.equal(logits(model.eval()), merged)
 
 
 def test_on_an_accelerator_only_lifted_units_have_their_originals_on_the_device(tiny, monkeypatch):

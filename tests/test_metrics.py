@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_gnmr.metrics import summarise
-from hf_gnmr.trace import SCHEMA, TraceWriter, read_trace
+from hf_gnmr.trace import TraceWriter, read_trace
 
 ALPHA, BETA = 1.1, 1.5
 
@@ -31,7 +31,7 @@ def summary_of(tmp_path, lines, max_o=2, recoverable=(True, True, True)):
             {"index": i, "layer": 2 * i, "name": f"l.{2 * i}", "recoverable": r, "bytes_low": 5, "bytes_recovery": 10}
             for i, r in enumerate(recoverable)
         ],
-        "config": {}, "total_steps": len(lines), "max_o": max_o, "trigger": "gnmr", "backend": "int8",
+        "run_id": "x", "config": {}, "total_steps": len(lines), "max_o": max_o, "trigger": "gnmr", "backend": "int8",
         "census": {"recovery_bytes_bound": 20, "resident_bytes": 7},
     }
     writer = TraceWriter(tmp_path / "trace.jsonl", header)
@@ -86,5 +86,8 @@ def test_dwell_adds_up_to_the_active_steps(tmp_path_factory, sets):
     assert summary["switches"] == sum(len(a ^ b) for a, b in itertools.pairwise(sets))
 
 
-def test_trace_schema_is_the_one_that_is_read():
-    assert SCHEMA == 1
+def test_missing_lines_are_counted_and_neither_switched_nor_dwelt_over(tmp_path):
+    summary = summary_of(tmp_path, [line(1), line(2, active=[0]), line(5, active=[0, 1]), line(6, active=[0])])
+    assert summary["missing_steps"] == 2
+    assert summary["switches"] == 1 + 1
+    assert summary["dwell"]["counts"] == {"1": 2, "2": 1}

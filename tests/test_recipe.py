@@ -96,6 +96,7 @@ def test_missing_sections_and_broken_files(tmp_path):
         ("model: {name: m}\n", "data: the section is missing"),
         ("model: {revision: m}\ndata: {name: d}\n", "model.name is missing"),
         ("model: m\ndata: {name: d}\n", "model='m': a section holds"),
+        ("model: {name: m}\ndata: {name: d}\ngnmr: {max_o: 1, max_o: 3}\n", "the key 'max_o' stands twice"),
         ("[1, 2]\n", "a recipe has the sections"),
         ("model: {name: [\n", "is not YAML"),
         ("model: !!python/object/apply:os.system [echo]\n", "is not YAML"),
@@ -106,16 +107,24 @@ def test_missing_sections_and_broken_files(tmp_path):
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=[p.stem for p in SHIPPED])
-def test_shipped_recipes_are_valid_round_trip_and_are_executable(path):
+def test_shipped_recipes_are_valid_round_trip_and_are_executable(path, tmp_path):
     recipe = load_recipe(path)
-    again = path.parent / path.name
-    assert load_recipe(again) == recipe
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(recipe.to_yaml())
+    assert load_recipe(resolved) == recipe
     text = yaml.safe_load(recipe.to_yaml())
     assert text["gnmr"] == dataclasses.asdict(recipe.gnmr)
     lines = path.read_text().splitlines()
     assert lines[0] == "#!/usr/bin/env -S hf-gnmr train"
     assert any(line.startswith("#   accelerate launch") or line.startswith("#   make") for line in lines[:8])
     assert path.stat().st_mode & 0o111, "recipes are executable"
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path):
+    file = tmp_path / "r.yaml"
+    file.write_bytes(b"model: {name: \xff\xfe}")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        load_recipe(file)
 
 
 def test_a_resolved_recipe_reads_back_as_itself(tmp_path):

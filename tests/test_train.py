@@ -15,10 +15,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from hf_gnmr.cli import main as cli
+from hf_gnmr.folder import OutputFolder
+from hf_gnmr.heldout import after_marker, is_right
 from hf_gnmr.models import add_adapters, load_base
 from hf_gnmr.recipe import LoraSection, ModelSection, load_recipe
 from hf_gnmr.trace import read_trace
-from hf_gnmr.train import checkpoint_to_resume, final_answer, main
+from hf_gnmr.train import main
 
 
 def refused(capsys, *arguments):
@@ -82,6 +84,9 @@ def test_adapters_from_a_folder(recipe_file, tmp_path, tiny_lm, capsys):
     other = ["lora.target_modules=[q_proj]", f"training.output_dir={tmp_path / 'third'}"]
     assert main([recipe_file, f"lora.init_adapter={first}", *other]) == 2
     assert "does not fit: 0 tensors missing, 36 unexpected" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main([recipe_file, f"lora.init_adapter={tmp_path / 'empty'}", *other]) == 2
+    assert "does not fit" in capsys.readouterr().err
 
 
 def test_an_output_folder_that_holds_a_run(recipe_file, tmp_path, capsys):
@@ -102,7 +107,9 @@ def test_resume_takes_the_last_whole_checkpoint(recipe_file, tmp_path):
     run = tmp_path / "run"
     (run / "checkpoint-6" / "trainer_state.json").unlink()  # as if killed while saving
     (run / "checkpoint-9").mkdir()
-    assert checkpoint_to_resume(load_recipe(recipe_file, saving), str(run)).endswith("checkpoint-4")
+    (run / "checkpoint-8").mkdir()
+    (run / "checkpoint-8" / "trainer_state.json").write_text('{"glob')
+    assert OutputFolder(load_recipe(recipe_file, saving)).checkpoint.name == "checkpoint-4"
     assert main([recipe_file, *saving]) == 0
     resumed, whole = read_trace(run / "trace.jsonl").steps, read_trace(tmp_path / "straight" / "trace.jsonl").steps
     keys = ("step", "loss", "norms", "gnmr", "delta_gnmr", "active", "triggered")
@@ -120,6 +127,15 @@ def test_what_is_wrong_is_told_before_the_model_is_loaded(recipe_file, tmp_path,
         ("model.name=/gone/model", "model.name='/gone/model': no such folder"),
         ("data.prompt=ask", "no column 'ask'"),
         ("training.eval_strategy=steps", "needs data.eval_rows above 0"),
+        ("training.fsdp=full_shard", "fsdp partitions the gradients"),
+        ("training.optim=galore_adamw_layerwise", "uses up each gradient"),
+        ("training.resume_from_checkpoint=x", "use run.resume"),
+        ("training.do_train=false", "a recipe is for training"),
+        ("data.eval_split=test", "needs data.eval_rows above 0"),
+        ("data.prompt='{question'", "not a template"),
+        ("data.prompt='{question:d}'", "cannot be filled"),
+        ("gnmr.max_o=4", "the model has 3 decoder layers"),
+        ("lora.layers_to_transform=[0, 7]", "the layers are 0 to 2"),
         ("run.resume=/gone/checkpoint-3", "not a whole checkpoint"),
         ("training.save_strategy=sometimes", "training.save_strategy='sometimes'"),
     ):
@@ -127,16 +143,89 @@ def test_what_is_wrong_is_told_before_the_model_is_loaded(recipe_file, tmp_path,
         assert not (tmp_path / "run" / "trace.jsonl").exists()
 
 
-def test_max_o_above_the_layers_is_told_in_one_line(recipe_file, capsys):
-    assert main([recipe_file, "gnmr.max_o=4"]) == 2
-    assert "error: max_o=4: the model has 3 recoverable units" in capsys.readouterr().err
+def files_of(folder):
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_final_answers():
-    assert final_answer(" 3 + 4 = 7\n#### 7", "####") == "7"
-    assert final_answer("#### 1,200 \nmore", "####") == "1200"
-    assert final_answer("no marker", "####") is None
-    assert final_answer(" yes ", "") == "yes"
+def test_a_finished_run_is_not_trained_further_by_another_launch(recipe_file, tmp_path, capsys):
+    saving = ["training.save_strategy=steps", "training.save_steps=3", "run.resume=auto"]
+    assert main([recipe_file, *saving]) == 0
+    before = files_of(tmp_path / "run")
+    assert main([recipe_file, *saving]) == 0
+    assert "is finished (6 steps): nothing to do" in capsys.readouterr().out
+    assert files_of(tmp_path / "run") == before
+    assert main([recipe_file, *saving, "training.max_steps=8"]) == 0, "a run may be prolonged"
+    assert [line["step"] for line in trace_lines(tmp_path / "run")[1]] == list(range(1, 9))
+
+
+def test_resume_refuses_what_would_destroy_or_mix_runs(recipe_file, tmp_path, capsys):
+    saving = ["training.save_strategy=steps", "training.save_steps=3"]
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert main([recipe_file, *saving, f"training.output_dir={a}"]) == 0
+    assert main([recipe_file, f"training.output_dir={b}"]) == 0
+    before = {folder: files_of(folder) for folder in (a, b)}
+    assert "no whole checkpoint to go on from" in refused(
+        capsys, recipe_file, f"training.output_dir={b}", "run.resume=auto"
+    )
+    assert "holds a run of its own" in refused(
+        capsys, recipe_file, f"training.output_dir={b}", f"run.resume={a}/checkpoint-3"
+    )
+    for override in ("gnmr.alpha=1.3", "lora.r=8", "trigger.name=none", "training.seed=5", "data.max_length=64"):
+        error = refused(capsys, recipe_file, f"training.output_dir={a}", "run.resume=auto", "training.max_steps=9", override)
+        assert override.split("=")[0] in error and "was begun with" in error
+    assert {folder: files_of(folder) for folder in (a, b)} == before
+
+
+def test_resume_into_a_new_folder_and_overwrite_with_resume(recipe_file, tmp_path, capsys):
+    saving = ["training.save_strategy=steps", "training.save_steps=3"]
+    assert main([recipe_file, *saving]) == 0
+    elsewhere = tmp_path / "elsewhere"
+    assert main([recipe_file, f"training.output_dir={elsewhere}", f"run.resume={tmp_path}/run/checkpoint-3"]) == 0
+    assert [line["step"] for line in trace_lines(elsewhere)[1]] == [4, 5, 6]
+    assert "it starts anew" in capsys.readouterr().out
+    before = files_of(tmp_path / "run")
+    assert main([recipe_file, *saving, "run.resume=auto", "run.overwrite=true"]) == 0
+    assert files_of(tmp_path / "run.1") == before
+    assert [line["step"] for line in trace_lines(tmp_path / "run")[1]] == list(range(1, 7))
+
+
+def test_a_refused_start_touches_no_file_and_does_not_block_the_next(recipe_file, tmp_path, capsys):
+    for override in ("gnmr.max_o=4", "lora.target_modules=[nothing]", "training.adam_beta1=2", "training.report_to=[nope]"):
+        assert main([recipe_file, override]) == 2, override
+        assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir()), override
+    assert main([recipe_file]) == 0
+
+
+def test_what_cannot_be_written_is_told_before_the_model_is_loaded(recipe_file, tmp_path, capsys):
+    file = tmp_path / "file"
+    file.write_text("")
+    assert "is not a folder" in refused(capsys, recipe_file, f"training.output_dir={file}")
+    assert "cannot be written" in refused(capsys, recipe_file, f"training.output_dir={file}/run")
+
+
+def test_exact_match_is_decided_by_the_reference():
+    assert is_right(" 3 + 4 = 7\n#### 7", "#### 7", "####")
+    assert is_right("#### 1,200 \nmore", "so\n#### 1200", "####")
+    assert not is_right("no marker", "#### 7", "####")
+    assert not is_right("anything", "answer without marker", "####")
+    assert is_right(" yes ", "yes", "####") and is_right("yes", "yes", "")
+    assert after_marker("nothing", "####") is None
+
+
+def test_label_smoothing_has_a_loss_in_the_trace_of_our_trainer(recipe_file, tmp_path):
+    assert main([recipe_file, "training.label_smoothing_factor=0.1", "training.gradient_accumulation_steps=2"]) == 0
+    lines = trace_lines(tmp_path / "run")[1]
+    assert all(3.0 < line["loss"] < 8.0 for line in lines)
+
+
+def test_the_launchers_precision_is_the_one_that_is_told(recipe_file, tmp_path, capsys, monkeypatch):
+    from hf_gnmr.environment import precision
+
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert precision(type("A", (), {"bf16": False, "fp16": False})) == "bf16"
+    assert precision(type("A", (), {"bf16": False, "fp16": True})) == "fp16"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert precision(type("A", (), {"bf16": False, "fp16": False})) == "off"
 
 
 @pytest.mark.slow

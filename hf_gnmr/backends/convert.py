@@ -35,6 +35,7 @@ def quantize_int8(model: Any, *, threshold: float = 6.0) -> Any:
     for name, linear in linears:
         if linear.weight.dtype is not torch.bfloat16:
             raise SetupError(f"{name} is {linear.weight.dtype}: load the model with dtype=torch.bfloat16 to convert it")
+    for name, linear in linears:
         device = linear.weight.device
         with torch.device("meta"):
             new = bnb.nn.Linear8bitLt(

@@ -6,6 +6,7 @@ bytes and a census.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections import Counter
@@ -76,7 +77,7 @@ class Int8Backend(Backend):
 
         # On an accelerator the originals stay on the host, and a unit's come over while it is lifted.
         self._hosted_apart = recovery == "host" and any(is_accelerator(m.state.CB.device) for m in flat.values())
-        silence_cast_notes()
+        CAST_NOTES.addFilter(quiet)
         self.paths = [UnitPath() for _ in units]
         for path, modules in zip(self.paths, self.modules, strict=True):
             path.in_eval = eval_path == "recovery"
@@ -120,6 +121,12 @@ class Int8Backend(Backend):
         )
 
     def apply(self, active: Bools) -> int:
+        unit = int(np.flatnonzero(self.recoverable)[0])
+        if getattr(self.modules[unit][0], "_gnmr_path", None) is not self.paths[unit]:
+            raise SetupError(
+                "the model's paths are no longer under this backend: a second GNMRCallback took them over, or they were "
+                "taken away in mid-training (restore_plain). Use one callback, until training ends"
+            )
         changed = np.flatnonzero(active != self._active)
         for unit in changed.tolist():
             on = bool(active[unit])
@@ -176,9 +183,14 @@ def quiet(record: logging.LogRecord) -> bool:
     return "will be cast from" not in str(record.msg)
 
 
-def silence_cast_notes() -> None:
-    """Leave those notes out of the log, until a backend is removed from its model."""
+@contextlib.contextmanager
+def cast_notes_silenced() -> Iterator[None]:
+    """Leave those notes out of the log of what an 8-bit model does without a backend."""
     CAST_NOTES.addFilter(quiet)
+    try:
+        yield
+    finally:
+        CAST_NOTES.removeFilter(quiet)
 
 
 def check_options(*, recovery: str, recovery_source: object, eval_path: str) -> None:

@@ -80,7 +80,8 @@ class SwitchableLinear8bitLt(bnb.nn.Linear8bitLt):
         if self.weight is not self.__dict__["_gnmr_weight"]:
             raise SetupError(
                 "the 8-bit weight of a switched module was replaced (adapters merged into it?) while its recovery path "
-                "still holds the original: end training first"
+                "still holds the original: end training first, or, after one that was broken off, call "
+                "hf_gnmr.restore_plain(model)"
             )
         weight = self._gnmr_on_device
         if weight is None:
@@ -159,6 +160,9 @@ def _rebind(module: Any) -> None:
 
 
 def restore_plain(model: nn.Module) -> None:
-    """Undo what a run that was broken off may have left on the model."""
+    """Make every module of `model` a plain `Linear8bitLt` again, as the end of training does.
+
+    Only needed where training was broken off (an exception, an interrupt) and the model is used without another run.
+    """
     for module in model.modules():
         make_plain(module)

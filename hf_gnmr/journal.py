@@ -1,0 +1,110 @@
+"""What a run writes down: its trace, line by line, and at the end the summary worked out from it.
+
+Trouble with the files is said loudly and never costs the training.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .census import summary_in_words
+from .controller import Bools, Decision, encode_floats
+from .gradients import Reading
+from .metrics import summarise
+from .trace import TraceError, TraceWriter, free_name, read_trace, write_json
+
+TRACE_FILE = "trace.jsonl"
+SUMMARY_FILE = "summary.json"
+
+
+class Journal:
+    """The trace of a running training, on the process that writes files.
+
+    Args:
+        path: the trace file; the summary goes beside it.
+        header: the trace's header.
+        resume_after: the step that a resumed run goes on after; None: a new run.
+    """
+
+    def __init__(self, path: Path, header: dict[str, Any], resume_after: int | None) -> None:
+        self.path = path
+        self._writer: TraceWriter | None = TraceWriter(path, header, resume_after)
+        writer = self._writer
+        if resume_after is not None and not writer.continued:
+            say(f"resumed at step {resume_after}, but {path} is not (or no longer) the trace of this run: it starts anew")
+        if writer.missing:
+            say(f"{path} lacks the {writer.missing} steps before step {(resume_after or 0) + 1}")
+        if writer.set_aside is not None:
+            say(f"earlier trace lines set aside in {writer.set_aside}")
+        summary = path.with_name(SUMMARY_FILE)
+        if not writer.continued and summary.is_file():
+            os.replace(summary, free_name(summary))
+
+    def step(
+        self,
+        *,
+        step: int,
+        reading: Reading,
+        decision: Decision | None,
+        active: Bools,
+        micro_batches: int,
+        skipped: str | None,
+        withheld: bool,
+        step_ms: float,
+        controller_ms: float,
+        recovery_bytes: int,
+    ) -> None:
+        """One step's line; `decision` is None where it was no step for the controller."""
+        if self._writer is None:
+            return
+        record = {
+            "step": step,
+            "loss": reading.loss,
+            "grad_norm": reading.total_norm,
+            "norms": encode_floats(reading.norms),
+            "gnmr": encode_floats(decision.gnmr) if decision else None,
+            "delta_gnmr": encode_floats(decision.delta_gnmr) if decision else None,
+            "risk": encode_floats(decision.risk) if decision else None,
+            "alpha": decision.alpha if decision else None,
+            "beta": decision.beta if decision else None,
+            "triggered": np.flatnonzero(decision.triggered).tolist() if decision else [],
+            "active": np.flatnonzero(active).tolist(),
+            "micro_batches": micro_batches,
+            "skipped": skipped,
+            "update_withheld": withheld,
+            "step_ms": step_ms,
+            "controller_ms": controller_ms,
+            "recovery_bytes": recovery_bytes,
+        }
+        try:
+            self._writer.write(record)
+        except OSError as error:
+            say(f"NO TRACE from step {step} on: {self.path} cannot be written ({error})")
+            warnings.warn(f"the trace ends before step {step}: {error}", stacklevel=2)
+            self._writer = None
+
+    def close(self) -> None:
+        """Close the trace; may be called twice."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def summarise(self) -> dict[str, Any] | None:
+        """Write and return the run's figures; None, with a warning, where the trace does not give them."""
+        try:
+            summary = summarise(read_trace(self.path))
+            write_json(self.path.with_name(SUMMARY_FILE), summary)
+        except (TraceError, OSError, KeyError, TypeError, ValueError, IndexError) as error:
+            warnings.warn(f"no {SUMMARY_FILE}: {type(error).__name__}: {error}", stacklevel=2)
+            return None
+        print(summary_in_words(summary), flush=True)
+        return summary
+
+
+def say(text: str) -> None:
+    """A line of ours among the Trainer's output."""
+    print(f"GNMR: {text}", flush=True)
