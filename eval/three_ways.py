@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10, help="rounds of the step-time comparison (default 10; 0: none)")
     parser.add_argument("--overwrite", action="store_true", help="move earlier runs in --out aside")
     parser.add_argument("--table-only", action="store_true", help="no training: read the runs that are in --out")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     out = Path(options.out)
     started = time.perf_counter()
     for number, (way, changes) in enumerate(WAYS.items(), start=1):
@@ -62,6 +62,7 @@ def main() -> int:
             return status
     runs = {way: read_run(out / way) for way in WAYS}
     ratios = {}
+    (out / "table.md").write_text(markdown(runs, ratios) + "\n", encoding="utf-8")
     if options.rounds:
         print(f"\n=== step times, {options.rounds} rounds ({time.perf_counter() - started:.0f} s so far)", flush=True)
         ratios = step_time_ratios(options.recipe, options.overrides, out, options.rounds)
@@ -93,7 +94,10 @@ def step_time_ratios(recipe_name: str, overrides: list[str], out: Path, rounds: 
     rows, _ = load_rows(recipe.data, seed)
     encoded, _ = encode(rows[: size * (rounds + 1)], tokenizer, recipe.data.max_length)
     collate = DataCollatorForSeq2Seq(tokenizer, padding=True, label_pad_token_id=-100)
-    batches = [collate([encoded[i] for i in range(k, k + size)]).to(device) for k in range(0, size * (rounds + 1), size)]
+    batches = [
+        collate([encoded[i % len(encoded)] for i in range(k, k + size)]).to(device)
+        for k in range(0, size * (rounds + 1), size)
+    ]
 
     sides = {}
     for backend in ("none", "int8"):

@@ -30,7 +30,7 @@ from .checks import refuse_unreadable_gradients, refuse_windows_never_full
 from .config import ConfigError, GNMRConfig, SetupError
 from .controller import Bools, Controller, Decision
 from .gradients import GradientNorms, Reading
-from .journal import TRACE_FILE, Journal
+from .journal import TRACE_FILE, Journal, write_summary
 from .triggers import check_trigger, make_trigger
 from .units import Unit, find_units
 
@@ -114,13 +114,28 @@ class GNMRCallback(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.detach()
         model = kwargs["model"]
         if state.max_steps < 1:
             raise SetupError(f"the training has {state.max_steps} optimizer steps: there is nothing to do")
+        refuse_windows_never_full(kwargs.get("train_dataloader"), args.gradient_accumulation_steps)
+        try:
+            self._take_over(args, model)
+            self._begin(args, state, model, kwargs.get("optimizer"))
+        except BaseException:
+            self.detach()
+            raise
+
+    def rehearse(self, args: TrainingArguments, model: nn.Module) -> None:
+        """Raise what train begin would raise about this model, and leave it as it is."""
+        try:
+            self._take_over(args, model)
+        finally:
+            self.detach()
+
+    def _take_over(self, args: TrainingArguments, model: nn.Module) -> None:
+        """Find units and make them switchable, or refuse."""
+        self.detach()
         refuse_unreadable_gradients(args, model)
-        accumulation = args.gradient_accumulation_steps
-        refuse_windows_never_full(kwargs.get("train_dataloader"), accumulation)
         self.units = find_units(model, self.layers)
         options: dict[str, Any] = {}
         if self.backend_name == "int8":
@@ -130,18 +145,13 @@ class GNMRCallback(TrainerCallback, ExportableState):
                 "eval_path": self.eval_path,
             }
         self._backend = BACKENDS[self.backend_name](model, self.units, **options)
-        try:
-            self._begin(args, state, model, kwargs.get("optimizer"))
-        except BaseException:
-            self.detach()
-            raise
+        count = int(self._backend.recoverable.sum())
+        if count and isinstance(self.config.max_o, int) and self.config.max_o > count:
+            raise ConfigError(f"max_o={self.config.max_o}: the model has {count} recoverable units, at most that is allowed")
 
     def _begin(self, args: TrainingArguments, state: TrainerState, model: nn.Module, optimizer: Any) -> None:
         assert self._backend is not None
         recoverable = self._backend.recoverable
-        count = int(recoverable.sum())
-        if count and isinstance(self.config.max_o, int) and self.config.max_o > count:
-            raise ConfigError(f"max_o={self.config.max_o}: the model has {count} recoverable units, at most that is allowed")
         self.controller = make_trigger(
             self.trigger_name, len(self.units), self.config, total_steps=state.max_steps, recoverable=recoverable
         )
@@ -222,7 +232,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
         journal = self._journal
         self.detach()
         if journal is not None:
-            self.summary = journal.summarise()
+            self.summary = write_summary(journal.path, state.global_step)
 
     def detach(self) -> None:
         """Take hooks and paths off the model and close the trace, as the end of training does; may be called twice.

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,14 @@ FINISHED = ("adapter_model.safetensors", "adapter_model.bin", "results.json", SU
 """Files that a run leaves at its end."""
 BEGUN = (TRACE_FILE, "recipe.yaml", "environment.json")
 """Files that a run leaves at its beginning."""
-SAME_ON_RESUME = ("model", "lora", "data", "gnmr", "backend", "trigger")
+SECTIONS_KEPT = ("model", "lora", "data", "training", "gnmr", "backend", "trigger")
+"""Sections in which a resumed run must have the settings it was begun with, but for these:"""
+FREE_ON_RESUME = re.compile(
+    r"data\.(generate_rows|max_new_tokens|answer_marker)|training\.(output_dir|max_steps|num_train_epochs|report_to|run_name|"
+    r"disable_tqdm|logging_.*|save_.*|eval_.*|dataloader_num_workers|use_cpu)"
+)
+CHECKPOINT = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
+"""Without these files a checkpoint cannot be gone on from exactly; the Trainer writes trainer_state.json last."""
 
 
 class OutputFolder:
@@ -36,6 +45,8 @@ class OutputFolder:
         self.path = Path(recipe.training["output_dir"])
         self.checkpoint: Path | None = None
         """Where the run goes on from; None: it starts anew."""
+        self.begun_with: dict[str, Any] = {}
+        """The resolved recipe of the run that is resumed, as plain values; empty where there is none."""
         self._writable()
         run = recipe.run
         found = self.files(FINISHED + BEGUN) + [p.name for p in self.path.glob("checkpoint-*")]
@@ -46,6 +57,8 @@ class OutputFolder:
                     "another folder, run.resume=auto to go on with it, or run.overwrite=true to move it aside"
                 )
             self._move = bool(found)
+            if self._move:
+                self._nothing_needed_moves()
             return
         self._move = False
         self.checkpoint = self._last_checkpoint() if run.resume == "auto" else Path(str(run.resume))
@@ -59,14 +72,15 @@ class OutputFolder:
             return
         if not is_whole(self.checkpoint):
             raise RecipeError(
-                f"run.resume={str(run.resume)!r}: not a whole checkpoint (no readable trainer_state.json in it)"
+                f"run.resume={str(run.resume)!r}: not a whole checkpoint (it takes {', '.join(CHECKPOINT)})"
             )
         if found and self.checkpoint.resolve().parent != self.path.resolve():
             raise RecipeError(
                 f"run.resume={str(run.resume)!r} belongs to another folder, and training.output_dir={str(self.path)!r} "
                 "holds a run of its own: give an empty folder, or that run's"
             )
-        self._same_recipe(self.checkpoint.parent / "recipe.yaml")
+        self.begun_with = self._stored_recipe(self.checkpoint.parent / "recipe.yaml")
+        self._same_recipe()
 
     def files(self, names: tuple[str, ...]) -> list[str]:
         """Which of these files are in the folder."""
@@ -77,16 +91,24 @@ class OutputFolder:
         if self.checkpoint is None:
             return None
         state = json.loads((self.checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-        training = self.recipe.training
+        training, before = self.recipe.training, self.begun_with.get("training", {})
         last = training.get("max_steps", -1)
-        if last < 0 and training.get("num_train_epochs", 3) == state.get("num_train_epochs"):
-            last = state["max_steps"]
-        return state["global_step"] if 0 <= last <= state["global_step"] else None
+        if last < 0:
+            # By epochs: the Trainer keeps their number rounded up, the recipe as it was given.
+            epochs = training.get("num_train_epochs", 3)
+            known = before.get("num_train_epochs", 3) if before else state.get("num_train_epochs", 0)
+            prolonged = epochs > known if before else math.ceil(epochs) > known
+            last = math.inf if prolonged else state["max_steps"]
+        return state["global_step"] if last <= state["global_step"] else None
+
+    def is_complete(self) -> bool:
+        """Whether a run that has done all its steps has also left what it leaves at its end."""
+        return bool(self.files(FINISHED[:2])) and bool(self.files(FINISHED[2:3])) and bool(self.files(FINISHED[3:]))
 
     def claim(self) -> None:
         """Move a run that is to be overwritten aside (folder.1, folder.2, …), and make the folder."""
         if self._move:
-            folder = self.path.resolve()
+            folder = self.path.resolve()  # a link stays, and points to the new run's folder
             number = 1
             while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
                 number += 1
@@ -95,7 +117,21 @@ class OutputFolder:
             except OSError as error:
                 raise RecipeError(f"run.overwrite=true: {folder} cannot be moved to {aside}: {error}") from error
             print(f"the run in {folder} was moved to {aside}", flush=True)
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.resolve().mkdir(parents=True, exist_ok=True)
+
+    def _nothing_needed_moves(self) -> None:
+        """Refuse to move a folder aside that this process stands in, or that the new run reads from."""
+        folder, recipe = self.path.resolve(), self.recipe
+        if Path.cwd().is_relative_to(folder):
+            raise RecipeError(f"run.overwrite=true: {folder} is (or holds) the current folder and cannot be moved aside")
+        for key, value in (
+            ("model.name", recipe.model.name),
+            ("data.name", recipe.data.name),
+            ("lora.init_adapter", recipe.lora.init_adapter),
+            ("backend.recovery_source", recipe.backend.recovery_source),
+        ):
+            if value and Path(value).exists() and Path(value).resolve().is_relative_to(folder):
+                raise RecipeError(f"run.overwrite=true would move {key}={value!r} away with the old run in {folder}")
 
     def _writable(self) -> None:
         if self.path.exists() and not self.path.is_dir():
@@ -108,27 +144,36 @@ class OutputFolder:
         whole = [p for p in self.path.glob("checkpoint-*") if p.name.split("-")[-1].isdigit() and is_whole(p)]
         return max(whole, key=lambda p: int(p.name.split("-")[-1]), default=None)
 
-    def _same_recipe(self, stored: Path) -> None:
-        """Refuse to go on with a run under other settings than it was begun with."""
+    def _stored_recipe(self, stored: Path) -> dict[str, Any]:
         if not stored.is_file():
-            return
-        old: dict[str, Any] = yaml.safe_load(stored.read_text(encoding="utf-8"))
+            print(f"no recipe.yaml beside {self.checkpoint}: its settings cannot be compared with these", flush=True)
+            return {}
+        try:
+            old = yaml.safe_load(stored.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise RecipeError(f"{stored}, which the resumed run was begun with, cannot be read: {error}") from error
+        if not isinstance(old, dict):
+            raise RecipeError(f"{stored}, which the resumed run was begun with, holds no recipe (cut?)")
+        return old
+
+    def _same_recipe(self) -> None:
+        """Refuse to go on with a run under other settings than it was begun with."""
         new = dataclasses.asdict(self.recipe)
-        compared = [(s, k, v) for s in SAME_ON_RESUME for k, v in new[s].items()] + [
-            ("training", "seed", new["training"].get("seed", 42))
-        ]
-        for section, key, value in compared:
-            default = 42 if key == "seed" else value
-            before = old.get(section, {}).get(key, default)
-            if before != value:
-                raise RecipeError(
-                    f"{section}.{key}={value!r}: the run that is to be resumed was begun with {before!r} ({stored}); "
-                    "resume with its settings, or start anew in another folder"
-                )
+        for section in SECTIONS_KEPT if self.begun_with else ():
+            old = self.begun_with.get(section, {})
+            for key in {**old, **new[section]}:
+                value, before = new[section].get(key), old.get(key)
+                if value != before and not FREE_ON_RESUME.fullmatch(f"{section}.{key}"):
+                    raise RecipeError(
+                        f"{section}.{key}={value!r}: the run that is to be resumed was begun with {before!r}; resume with "
+                        "its settings (they are in its recipe.yaml), or start anew in another folder"
+                    )
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether the Trainer finished writing it: trainer_state.json comes last, and must be readable."""
+    """Whether the Trainer finished writing it, and it holds all that an exact resume takes."""
+    if not all((checkpoint / name).is_file() for name in CHECKPOINT):
+        return False
     try:
         return isinstance(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8")), dict)
     except (OSError, ValueError):

@@ -93,16 +93,17 @@ class Journal:
         if self._writer is not None:
             self._writer.close()
 
-    def summarise(self) -> dict[str, Any] | None:
-        """Write and return the run's figures; None, with a warning, where the trace does not give them."""
-        try:
-            summary = summarise(read_trace(self.path))
-            write_json(self.path.with_name(SUMMARY_FILE), summary)
-        except (TraceError, OSError, KeyError, TypeError, ValueError, IndexError) as error:
-            warnings.warn(f"no {SUMMARY_FILE}: {type(error).__name__}: {error}", stacklevel=2)
-            return None
-        print(summary_in_words(summary), flush=True)
-        return summary
+
+def write_summary(trace: Path, last_step: int) -> dict[str, Any] | None:
+    """Write and return the figures of a run that ended at `last_step`; None, with a warning, where its trace gives none."""
+    try:
+        summary = summarise(read_trace(trace), last_step)
+        write_json(trace.with_name(SUMMARY_FILE), summary)
+    except (TraceError, OSError, KeyError, TypeError, ValueError, IndexError) as error:
+        warnings.warn(f"no {SUMMARY_FILE}: {type(error).__name__}: {error}", stacklevel=2)
+        return None
+    print(summary_in_words(summary), flush=True)
+    return summary
 
 
 def say(text: str) -> None:

@@ -10,11 +10,15 @@ from typing import Any
 from .trace import Trace
 
 
-def summarise(trace: Trace) -> dict[str, Any]:
+def summarise(trace: Trace, last_step: int | None = None) -> dict[str, Any]:
     """The figures that a run reports.
 
     Steps that were no step for the controller (`skipped`) enter none of the shares; switches and dwell run over all
     lines, since the active set stays in force during a skipped step, and stop where lines are missing.
+
+    Args:
+        trace: the trace as read.
+        last_step: the step at which the run ended, so that lines missing at the end are counted; None: not known.
 
     Returns:
         plain JSON values. A share without a denominator (no recoverable unit, no step, maxO 0) is None.
@@ -31,7 +35,7 @@ def summarise(trace: Trace) -> dict[str, Any]:
     return {
         "steps": len(lines),
         "skipped_steps": len(lines) - len(counted),
-        "missing_steps": sum(b["step"] - a["step"] - 1 for a, b in itertools.pairwise(lines)),
+        "missing_steps": sum(b["step"] - a["step"] - 1 for a, b in itertools.pairwise(lines)) + _cut_off(lines, last_step),
         "non_finite_steps": sum(any(not math.isfinite(float(n)) for n in line["norms"]) for line in lines),
         "withheld_updates": sum(bool(line.get("update_withheld")) for line in lines),
         "backend": header["backend"],
@@ -66,6 +70,11 @@ def summarise(trace: Trace) -> dict[str, Any]:
         "last_loss": lines[-1]["loss"] if lines else None,
         "trace_cut": trace.cut,
     }
+
+
+def _cut_off(lines: list[dict[str, Any]], last_step: int | None) -> int:
+    """How many steps the run did after the last line."""
+    return 0 if last_step is None else max(0, last_step - (lines[-1]["step"] if lines else 0))
 
 
 def _share(part: float, whole: float) -> float | None:

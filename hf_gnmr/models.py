@@ -116,7 +116,6 @@ def add_adapters(model: Any, section: LoraSection, seed: int) -> Any:
         RecipeError: targets that match nothing, or an adapter that does not fit.
     """
     from peft import LoraConfig, get_peft_model
-    from peft.utils import load_peft_weights, set_peft_model_state_dict
 
     config = LoraConfig(
         task_type="CAUSAL_LM",
@@ -134,19 +133,30 @@ def add_adapters(model: Any, section: LoraSection, seed: int) -> Any:
     if section.init_adapter is None:
         draw_adapters(model, seed)
         return model
-    if not Path(section.init_adapter).is_dir():
-        raise RecipeError(f"lora.init_adapter={section.init_adapter!r}: no such folder")
+    load_adapter(model, section.init_adapter, "lora.init_adapter")
+    return model
+
+
+def load_adapter(model: Any, folder: str, key: str) -> None:
+    """Put an adapter's weights into a PEFT model that has adapters of the same shape.
+
+    Raises:
+        RecipeError: no such folder, or tensors that are missing, left over or of another shape; `key` is named.
+    """
+    from peft.utils import load_peft_weights, set_peft_model_state_dict
+
+    if not Path(folder).is_dir():
+        raise RecipeError(f"{key}={folder!r}: no such folder")
     try:
-        result = set_peft_model_state_dict(model, load_peft_weights(section.init_adapter, device="cpu"))
+        result = set_peft_model_state_dict(model, load_peft_weights(folder, device="cpu"))
     except (OSError, ValueError, RuntimeError) as error:
-        raise RecipeError(f"lora.init_adapter={section.init_adapter!r} does not fit: {error}") from error
-    missing = [key for key in result.missing_keys if "lora_" in key]
+        raise RecipeError(f"{key}={folder!r} does not fit: {error}") from error
+    missing = [name for name in result.missing_keys if "lora_" in name]
     if missing or result.unexpected_keys:
         raise RecipeError(
-            f"lora.init_adapter={section.init_adapter!r} does not fit: {len(missing)} tensors missing, "
+            f"{key}={folder!r} does not fit: {len(missing)} tensors missing, "
             f"{len(result.unexpected_keys)} unexpected (first: {(missing + result.unexpected_keys)[0]})"
         )
-    return model
 
 
 def draw_adapters(model: Any, seed: int) -> None:

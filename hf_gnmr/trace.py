@@ -116,9 +116,14 @@ def plain(value: Any) -> Any:
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Write a JSON file whole or not at all."""
+    write_text(path, json.dumps(plain(value), indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file whole or not at all."""
     file = Path(path)
     partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(plain(value), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     os.replace(partial, file)
 
 

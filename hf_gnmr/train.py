@@ -34,9 +34,10 @@ from .data import check_source, encode, load_rows
 from .environment import environment, environment_in_words, peak_memory
 from .folder import OutputFolder
 from .heldout import held_out_figures
-from .models import add_adapters, check_depth, load_base, load_tokenizer, model_source
+from .journal import TRACE_FILE, write_summary
+from .models import add_adapters, check_depth, load_adapter, load_base, load_tokenizer, model_source
 from .recipe import Recipe, RecipeError, find_recipe, load_recipe
-from .trace import TraceError, free_name, write_json
+from .trace import TraceError, free_name, write_json, write_text
 
 
 class GNMRTrainer(Trainer):
@@ -74,7 +75,7 @@ class Record(TrainerCallback):
         for name in ("recipe.yaml", "environment.json"):
             if (folder / name).exists():  # of the run that is resumed
                 os.replace(folder / name, free_name(folder / name))
-        (folder / "recipe.yaml").write_text(self.recipe.to_yaml(), encoding="utf-8")
+        write_text(folder / "recipe.yaml", self.recipe.to_yaml())
         write_json(folder / "environment.json", environment(args, self.data))
 
 
@@ -126,7 +127,8 @@ def train(recipe: Recipe) -> dict[str, Any]:
     say = print if process.is_main_process else _silent
     say(recipe.to_yaml(), end="")
     say(environment_in_words(arguments))
-    if (done := folder.finished_at()) is not None:
+    done = folder.finished_at()
+    if done is not None and folder.is_complete():
         say(f"the run in {folder.path} is finished ({done} steps): nothing to do")
         return {}
 
@@ -155,15 +157,27 @@ def train(recipe: Recipe) -> dict[str, Any]:
             processing_class=tokenizer,
             callbacks=[callback, Record(recipe, counts.to_dict())],
         )
-        trainer.create_optimizer()
+        # What these refuse is refused before anything in the folder is touched; train() makes them anew.
+        trainer.get_train_dataloader()
+        trainer.create_optimizer_and_scheduler(num_training_steps=max(1, arguments.max_steps))
+        trainer.optimizer = trainer.lr_scheduler = None
     except (ValueError, TypeError, ImportError) as error:
         raise RecipeError(f"training: {error}") from error
+    callback.rehearse(arguments, model)
     if process.is_main_process:
         folder.claim()
     process.wait_for_everyone()
-    trainer.train(resume_from_checkpoint=None if folder.checkpoint is None else str(folder.checkpoint))
+    results: dict[str, Any] = {}
+    if done is None:
+        trainer.train(resume_from_checkpoint=None if folder.checkpoint is None else str(folder.checkpoint))
+        results = peak_memory()
+    else:
+        # Ended between its last checkpoint and its last file: the Trainer would train one step too many.
+        say(f"all {done} steps are done ({folder.checkpoint}): what the run leaves at its end is made from there")
+        load_adapter(model, str(folder.checkpoint), "run.resume")
+        if process.is_main_process:
+            write_summary(folder.path / TRACE_FILE, done)
     trainer.save_model(arguments.output_dir)
-    results: dict[str, Any] = peak_memory()
     if held_out:
         with cast_notes_silenced():
             results |= held_out_figures(trainer, recipe, held_out)

@@ -380,6 +380,7 @@ def test_trouble_with_the_files_does_not_cost_the_training(trainer_for, tiny, tm
         trainer.train()
     assert trainer.state.global_step == 6
     if trouble == "disk full":
+        assert json.loads((tmp_path / "run" / "summary.json").read_text())["missing_steps"] == 4
         assert "NO TRACE from step 3 on" in capsys.readouterr().out
         assert [line["step"] for line in trace_lines(tmp_path / "run")[1]] == [1, 2]
 
@@ -469,6 +470,12 @@ def test_detach_gives_the_plain_model_back_after_an_interrupt(trainer_for, tiny)
         raise KeyboardInterrupt
 
     model, callback = with_lora(load_int8(tiny)), GNMRCallback(max_o=1, alpha=0.5, alpha_init_fraction=0)
+    with pytest.raises(KeyboardInterrupt):
+        trainer_for(model, callback, AtStep(4, interrupt)).train()
+    other = GNMRCallback(max_o=1, alpha=0.5, alpha_init_fraction=0)
+    meanwhile = AtStep(3, lambda model: callback.detach)  # the dead one's detach must not disturb the living one
+    trainer_for(model, other, meanwhile).train()
+    assert other.summary["steps"] == 6 and other.summary["promotion_ratio"] > 0
     with pytest.raises(KeyboardInterrupt):
         trainer_for(model, callback, AtStep(4, interrupt)).train()
     callback.detach()

@@ -142,9 +142,10 @@ class Int8Backend(Backend):
         return changed.size
 
     def remove(self) -> None:
-        for modules in self.modules:
+        for path, modules in zip(self.paths, self.modules, strict=True):
             for module in modules:
-                make_plain(module)
+                if module.__dict__.get("_gnmr_path") is path:  # not if another run has taken the model over
+                    make_plain(module)
         CAST_NOTES.removeFilter(quiet)
 
     def census(self) -> dict[str, Any]:
