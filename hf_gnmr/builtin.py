@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from . import wordproblems
 
-STEPS = 800
+STEPS = 1000
 """Optimizer steps of the full recipe."""
 RECIPE: dict[str, Any] = {
     "version": 1,
