@@ -25,7 +25,7 @@ from transformers.trainer_callback import ExportableState
 
 from .backends import BACKENDS, Backend, check_backend
 from .backends.int8 import check_options
-from .census import census_in_words
+from .census import census_in_words, take_census, trace_header
 from .checks import refuse_unreadable_gradients, refuse_windows_never_full
 from .config import ConfigError, GNMRConfig, SetupError
 from .controller import Bools, Controller, Decision
@@ -163,13 +163,15 @@ class GNMRCallback(TrainerCallback, ExportableState):
         self.decision = None
         self.summary = None
         self._backend.apply(self.controller.active)
-        census = self.census()
+        census = take_census(self.units, self._backend, self.controller)
         if state.is_world_process_zero:
             for line in census_in_words(census):
                 print(line, flush=True)
             if self.trace_path is not False:
                 path = Path(args.output_dir) / TRACE_FILE if self.trace_path is None else Path(str(self.trace_path))
-                self._journal = Journal(path, self._header(state, census), state.global_step if resumed else None)
+                header = trace_header(self.units, self._backend, self.controller, census)
+                header |= {"run_id": self._run_id, "total_steps": state.max_steps}
+                self._journal = Journal(path, header, state.global_step if resumed else None)
         self._step_start = time.perf_counter()
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -319,49 +321,6 @@ class GNMRCallback(TrainerCallback, ExportableState):
             "gnmr/triggered": int(decision.triggered.sum()),
             "gnmr/active": int(active.sum()),
             "gnmr/promotion": float(active.sum() / recoverable) if recoverable else 0.0,
-        }
-
-    def census(self) -> dict[str, Any]:
-        """What is monitored and switched, in plain JSON values."""
-        assert self._backend is not None and self.controller is not None
-        backend, controller = self._backend, self.controller
-        recoverable = int(backend.recoverable.sum())
-        # `all` and the fidelity warm-up are exempt from maxO.
-        seats = recoverable if self.trigger_name == "all" or controller.fidelity_warmup_steps else controller.max_o
-        return {
-            "units": len(self.units),
-            "recoverable_units": recoverable,
-            "trainable_parameters_in_units": sum(p.numel() for unit in self.units for p in unit.parameters),
-            "backend": self.backend_name,
-            "trigger": self.trigger_name,
-            "max_o": controller.max_o,
-            "recovery_bytes_bound": backend.recovery_bytes_bound(0 if self.trigger_name == "none" else seats),
-            "resident_bytes": backend.resident_bytes,
-            **backend.census(),
-        }
-
-    def _header(self, state: TrainerState, census: dict[str, Any]) -> dict[str, Any]:
-        assert self._backend is not None and self.controller is not None
-        backend = self._backend
-        return {
-            "units": [
-                {
-                    "index": unit.index,
-                    "layer": unit.layer,
-                    "name": unit.name,
-                    "recoverable": bool(backend.recoverable[unit.index]),
-                    "bytes_low": int(backend.bytes_low[unit.index]),
-                    "bytes_recovery": int(backend.bytes_recovery[unit.index]),
-                }
-                for unit in self.units
-            ],
-            "run_id": self._run_id,
-            "config": self.config.to_dict(),
-            "total_steps": state.max_steps,
-            "max_o": self.controller.max_o,
-            "trigger": self.trigger_name,
-            "backend": self.backend_name,
-            "census": census,
         }
 
     def _not_a_step(self, args: TrainingArguments, optimizer: Any) -> str | None:

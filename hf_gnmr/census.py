@@ -1,9 +1,57 @@
-"""What a run prints about itself: the census at train begin and one line at the end."""
+"""What a run says about itself: the census at train begin, the trace's header, and one line at the end."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from .backends import Backend
+from .controller import Controller
+from .units import Unit
+
+
+def take_census(units: Sequence[Unit], backend: Backend, controller: Controller) -> dict[str, Any]:
+    """What is monitored and switched, in plain JSON values."""
+    recoverable = int(backend.recoverable.sum())
+    # `all` and the fidelity warm-up are exempt from maxO; `none` lifts nothing.
+    seats = {"all": recoverable, "none": 0}.get(controller.trigger, controller.max_o)
+    if controller.trigger == "gnmr" and controller.fidelity_warmup_steps:
+        seats = recoverable
+    return {
+        "units": len(units),
+        "recoverable_units": recoverable,
+        "trainable_parameters_in_units": sum(p.numel() for unit in units for p in unit.parameters),
+        "backend": backend.name,
+        "trigger": controller.trigger,
+        "max_o": controller.max_o,
+        "recovery_bytes_bound": backend.recovery_bytes_bound(seats),
+        "resident_bytes": backend.resident_bytes,
+        **backend.census(),
+    }
+
+
+def trace_header(
+    units: Sequence[Unit], backend: Backend, controller: Controller, census: dict[str, Any]
+) -> dict[str, Any]:
+    """The header's fields that do not depend on the Trainer."""
+    return {
+        "units": [
+            {
+                "index": unit.index,
+                "layer": unit.layer,
+                "name": unit.name,
+                "recoverable": bool(backend.recoverable[unit.index]),
+                "bytes_low": int(backend.bytes_low[unit.index]),
+                "bytes_recovery": int(backend.bytes_recovery[unit.index]),
+            }
+            for unit in units
+        ],
+        "config": controller.config.to_dict(),
+        "max_o": controller.max_o,
+        "trigger": controller.trigger,
+        "backend": backend.name,
+        "census": census,
+    }
 
 def census_in_words(census: dict[str, Any]) -> list[str]:
     """The census as the lines printed at train begin."""
