@@ -127,6 +127,8 @@ def train(recipe: Recipe) -> dict[str, Any]:
     say = print if process.is_main_process else _silent
     say(recipe.to_yaml(), end="")
     say(environment_in_words(arguments))
+    if recipe.run.resume and not recipe.run.overwrite and folder.checkpoint is None:
+        say(f"run.resume=auto: no checkpoint in {folder.path} yet, the run starts anew")
     done = folder.finished_at()
     if done is not None and folder.is_complete():
         say(f"the run in {folder.path} is finished ({done} steps): nothing to do")

@@ -147,6 +147,18 @@ def files_of(folder):
     return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+def test_a_run_killed_before_its_first_checkpoint_starts_anew_and_loses_no_line(recipe_file, tmp_path, capsys):
+    assert main([recipe_file]) == 0
+    run = tmp_path / "run"
+    for name in ("adapter_model.safetensors", "results.json", "summary.json"):
+        (run / name).unlink()
+    trace = (run / "trace.jsonl").read_bytes()
+    assert main([recipe_file, "run.resume=auto"]) == 0
+    assert "no checkpoint in" in capsys.readouterr().out
+    assert (run / "trace.1.jsonl").read_bytes() == trace and (run / "recipe.1.yaml").is_file()
+    assert [line["step"] for line in trace_lines(run)[1]] == list(range(1, 7))
+
+
 def test_a_finished_run_is_not_trained_further_by_another_launch(recipe_file, tmp_path, capsys):
     saving = ["training.save_strategy=steps", "training.save_steps=3", "run.resume=auto"]
     assert main([recipe_file, *saving]) == 0
