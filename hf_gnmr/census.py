@@ -12,19 +12,14 @@ from .units import Unit
 
 def take_census(units: Sequence[Unit], backend: Backend, controller: Controller) -> dict[str, Any]:
     """What is monitored and switched, in plain JSON values."""
-    recoverable = int(backend.recoverable.sum())
-    # `all` and the fidelity warm-up are exempt from maxO; `none` lifts nothing.
-    seats = {"all": recoverable, "none": 0}.get(controller.trigger, controller.max_o)
-    if controller.trigger == "gnmr" and controller.fidelity_warmup_steps:
-        seats = recoverable
     return {
         "units": len(units),
-        "recoverable_units": recoverable,
+        "recoverable_units": int(backend.recoverable.sum()),
         "trainable_parameters_in_units": sum(p.numel() for unit in units for p in unit.parameters),
         "backend": backend.name,
         "trigger": controller.trigger,
         "max_o": controller.max_o,
-        "recovery_bytes_bound": backend.recovery_bytes_bound(seats),
+        "recovery_bytes_bound": backend.recovery_bytes_bound(controller.most_active()),
         "resident_bytes": backend.resident_bytes,
         **backend.census(),
     }
@@ -52,6 +47,7 @@ def trace_header(
         "backend": backend.name,
         "census": census,
     }
+
 
 def census_in_words(census: dict[str, Any]) -> list[str]:
     """The census as the lines printed at train begin."""

@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from .config import SetupError
 from .units import base_model
 
-GRADIENTS_GONE = ("lomo", "adalomo", "layerwise")
+GRADIENTS_GONE = ("lomo", "layerwise")
 """Optimizers (parts of their names) that use up each gradient inside the backward: no norm is left to read."""
 
 

@@ -206,6 +206,10 @@ class Controller:
             self.steps_done, alpha, beta, gnmr, delta_gnmr, risk, triggered, self.active.copy()
         )
 
+    def most_active(self) -> int:
+        """The most units that can be on the recovery path at a time: maxO, or all in a fidelity warm-up, which is exempt."""
+        return int(self.recoverable.sum()) if self.fidelity_warmup_steps else self.max_o
+
     def _paths(self, seated: Bools) -> Bools:
         """The seats, unless the coming step lies in the fidelity warm-up, which overrides only the path."""
         if self.steps_done + 1 <= self.fidelity_warmup_steps:

@@ -17,6 +17,7 @@ from datasets import Dataset, load_dataset
 from .recipe import DataSection, RecipeError
 
 LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+BUILTIN = "builtin"
 IGNORED = -100
 """The label that transformers' losses leave out."""
 
@@ -49,7 +50,7 @@ def load_rows(section: DataSection, seed: int) -> tuple[list[dict[str, str]], li
     Raises:
         RecipeError: no such file, data set, split or column, or an empty value; the message names it.
     """
-    if section.name == "builtin":
+    if section.name == BUILTIN:
         from . import wordproblems
 
         table = wordproblems.generate("train", section.rows or 2000, seed=seed)
@@ -70,6 +71,8 @@ def load_rows(section: DataSection, seed: int) -> tuple[list[dict[str, str]], li
 
 def check_source(section: DataSection) -> None:
     """Raise RecipeError for a data source that can be seen to be wrong without reading it."""
+    if section.name == BUILTIN and (section.subset, section.split, section.eval_split) != (None, "train", None):
+        raise RecipeError("data.name='builtin' has its own train and test rows: leave subset, split and eval_split out")
     path = Path(section.name)
     if path.suffix.lower() in LOADERS and not path.is_file():
         raise RecipeError(f"data.name={section.name!r}: no such file")

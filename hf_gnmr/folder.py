@@ -19,7 +19,7 @@ import yaml
 from .journal import SUMMARY_FILE, TRACE_FILE
 from .recipe import Recipe, RecipeError
 
-FINISHED = ("adapter_model.safetensors", "adapter_model.bin", "results.json", SUMMARY_FILE)
+FINISHED = ("adapter_model.safetensors", "results.json", SUMMARY_FILE)
 """Files that a run leaves at its end."""
 BEGUN = (TRACE_FILE, "recipe.yaml", "environment.json")
 """Files that a run leaves at its beginning."""
@@ -47,6 +47,8 @@ class OutputFolder:
         """Where the run goes on from; None: it starts anew."""
         self.begun_with: dict[str, Any] = {}
         """The resolved recipe of the run that is resumed, as plain values; empty where there is none."""
+        self.moves = False
+        """Whether `claim` will move a run aside."""
         self._writable()
         run = recipe.run
         found = self.files(FINISHED + BEGUN) + [p.name for p in self.path.glob("checkpoint-*")]
@@ -56,11 +58,10 @@ class OutputFolder:
                     f"training.output_dir={str(self.path)!r} holds a run already ({', '.join(found[:3])}): give "
                     "another folder, run.resume=auto to go on with it, or run.overwrite=true to move it aside"
                 )
-            self._move = bool(found)
-            if self._move:
+            self.moves = bool(found)
+            if self.moves:
                 self._nothing_needed_moves()
             return
-        self._move = False
         self.checkpoint = self._last_checkpoint() if run.resume == "auto" else Path(str(run.resume))
         if self.checkpoint is None:
             finished = self.files(FINISHED)
@@ -103,11 +104,11 @@ class OutputFolder:
 
     def is_complete(self) -> bool:
         """Whether a run that has done all its steps has also left what it leaves at its end."""
-        return bool(self.files(FINISHED[:2])) and bool(self.files(FINISHED[2:3])) and bool(self.files(FINISHED[3:]))
+        return len(self.files(FINISHED)) == len(FINISHED)
 
     def claim(self) -> None:
         """Move a run that is to be overwritten aside (folder.1, folder.2, …), and make the folder."""
-        if self._move:
+        if self.moves:
             folder = self.path.resolve()  # a link stays, and points to the new run's folder
             number = 1
             while (aside := folder.with_name(f"{folder.name}.{number}")).exists():

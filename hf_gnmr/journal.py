@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .census import summary_in_words
-from .controller import Bools, Decision, encode_floats
+from .controller import Bools, Decision
 from .gradients import Reading
 from .metrics import summarise
 from .trace import TraceError, TraceWriter, free_name, read_trace, write_json
@@ -66,10 +66,10 @@ class Journal:
             "step": step,
             "loss": reading.loss,
             "grad_norm": reading.total_norm,
-            "norms": encode_floats(reading.norms),
-            "gnmr": encode_floats(decision.gnmr) if decision else None,
-            "delta_gnmr": encode_floats(decision.delta_gnmr) if decision else None,
-            "risk": encode_floats(decision.risk) if decision else None,
+            "norms": reading.norms.tolist(),
+            "gnmr": decision.gnmr.tolist() if decision else None,
+            "delta_gnmr": decision.delta_gnmr.tolist() if decision else None,
+            "risk": decision.risk.tolist() if decision else None,
             "alpha": decision.alpha if decision else None,
             "beta": decision.beta if decision else None,
             "triggered": np.flatnonzero(decision.triggered).tolist() if decision else [],

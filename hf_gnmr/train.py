@@ -165,8 +165,9 @@ def train(recipe: Recipe) -> dict[str, Any]:
         trainer.optimizer = trainer.lr_scheduler = None
     except (ValueError, TypeError, ImportError) as error:
         raise RecipeError(f"training: {error}") from error
-    callback.rehearse(arguments, model)
     if process.is_main_process:
+        if folder.moves:
+            callback.rehearse(arguments, model)  # nothing is moved aside for a start that is refused
         folder.claim()
     process.wait_for_everyone()
     results: dict[str, Any] = {}

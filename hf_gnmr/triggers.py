@@ -18,6 +18,9 @@ class Fixed(Controller):
 
     lifted: bool
 
+    def most_active(self) -> int:
+        return int(self.recoverable.sum()) if self.lifted else 0
+
     def _paths(self, seated: Bools) -> Bools:
         return self.recoverable & self.lifted
 

@@ -98,6 +98,9 @@ def test_wrong_columns_empty_values_and_missing_files_are_named(tmp_path, rows_f
     file.write_text("")
     with pytest.raises(RecipeError, match=r"cannot be loaded: .+"):
         load_rows(DataSection(str(file)), seed=0)
+    for key in ("subset", "split", "eval_split"):
+        with pytest.raises(RecipeError, match="its own train and test rows"):
+            check_source(DataSection("builtin", eval_rows=1, **{key: "other"}))
     (tmp_path / "rows.csv").write_text("question,answer\n")
     with pytest.raises(RecipeError, match=r"files that end in .json, .jsonl, .parquet are read"):
         check_source(DataSection(str(tmp_path / "rows.csv")))
