@@ -90,6 +90,10 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, SetupError, TraceError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    # A process group's threads that still run while the interpreter goes down can abort a process that has done its work.
+    # (After an error the group is left alone: its threads may wait for a peer that never answers.)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     return 0
 
 
