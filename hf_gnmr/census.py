@@ -57,10 +57,11 @@ def census_in_words(census: dict[str, Any]) -> list[str]:
     ]
     if "path" in census:
         return [*lines, f"GNMR: {census['path']}"]
-    others = ", ".join(f"{count} {kind}" for kind, count in census["modules_not_switched"].items()) or "none"
+    left = ", ".join(f"{count} {kind}" for kind, count in census["modules_not_switched"].items())
+    left = f"NOT switched: {left}, {census['bytes_not_switched']:,} bytes" if left else "none left out"
     lines += [
-        f"GNMR: {census['modules_switched']} modules switched (not switched: {others}); "
-        f"{census['share_switched']:.1%} of the layers' frozen weight bytes",
+        f"GNMR: {census['modules_switched']} modules switched, {census['share_switched']:.1%} of the layers' frozen weight "
+        f"bytes ({left})",
         f"GNMR: low-cost path: {census['low_path']}; {census['bytes_low']:,} bytes",
         f"GNMR: recovery path: {census['recovery_path']} ({census['recovery_source']}); {census['bytes_recovery']:,} bytes "
         f"for all layers, at most {census['recovery_bytes_bound']:,} added at a time, {census['resident_bytes']:,} resident "

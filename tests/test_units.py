@@ -5,51 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as hf
+from architectures import ARCHITECTURES
 from conftest import load_int8, tiny_config, with_lora
 from torch import nn
 
 from hf_gnmr import SetupError
 from hf_gnmr.units import canonical, decoder_layers, find_units
 
-SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
-GROUPED = {**SMALL, "num_key_value_heads": 2}
 
-ARCHITECTURES = {
-    "model.layers": [
-        (hf.LlamaForCausalLM, hf.LlamaConfig(**GROUPED)),
-        (hf.MistralForCausalLM, hf.MistralConfig(**GROUPED)),
-        (hf.Qwen2ForCausalLM, hf.Qwen2Config(**GROUPED)),
-        (hf.Qwen3ForCausalLM, hf.Qwen3Config(**GROUPED, head_dim=8)),
-        (hf.Gemma2ForCausalLM, hf.Gemma2Config(**GROUPED, head_dim=8)),
-        (hf.Phi3ForCausalLM, hf.Phi3Config(**GROUPED, pad_token_id=0)),
-        (hf.MixtralForCausalLM, hf.MixtralConfig(**GROUPED, num_local_experts=3)),
-    ],
-    "transformer.h": [
-        (hf.GPT2LMHeadModel, hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=3, n_head=4, n_positions=32)),
-        (hf.BloomForCausalLM, hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=3, n_head=4)),
-    ],
-    "model.decoder.layers": [
-        (hf.OPTForCausalLM, hf.OPTConfig(vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=3,
-                                         num_attention_heads=4, word_embed_proj_dim=32, max_position_embeddings=32)),
-    ],
-    "gpt_neox.layers": [(hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig(**SMALL))],
-}
-CASES = [(name, cls, config) for name, models in ARCHITECTURES.items() for cls, config in models]
-
-
-@pytest.mark.parametrize(("name", "cls", "config"), CASES, ids=[cls.__name__ for _, cls, _ in CASES])
-def test_layers_of_each_architecture(name, cls, config):
-    layers = decoder_layers(cls(config))
-    assert [(index, path) for index, path, _ in layers] == [(i, f"{name}.{i}") for i in range(3)]
-
-
-def test_the_language_layers_of_a_multimodal_model():
-    text = {**GROUPED, "head_dim": 8, "num_hidden_layers": 3}
-    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-              "image_size": 28, "patch_size": 14}
-    config = hf.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    model = hf.Gemma3ForConditionalGeneration(config)
-    assert [path for _, path, _ in decoder_layers(model)] == [f"model.language_model.layers.{i}" for i in range(3)]
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_layers_of_each_architecture(name):
+    architecture = ARCHITECTURES[name]
+    expected = [(i, f"{architecture.layers}.{i}") for i in range(3)]
+    model = architecture.model(architecture.config)
+    assert [(index, path) for index, path, _ in decoder_layers(model)] == expected
+    bare = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    assert [index for index, _, _ in decoder_layers(bare)] == [0, 1, 2], "also without a language-model head"
+    model = with_lora(model, target_modules=architecture.targets)
+    assert [(index, path) for index, path, _ in decoder_layers(model)] == expected
 
 
 def test_peft_does_not_change_names_or_order(tiny):

@@ -104,21 +104,17 @@ class Int8Backend(Backend):
             ]
             self.bytes_added = np.array(mapped, dtype=np.int64)
         self._copied_modules = sum(not o.mapped for o in originals.values())
-        self._other = Counter(
-            type(m).__name__
-            for unit in units
-            for name, m in unit.module.named_modules()
-            if isinstance(m, nn.Linear)
-            and not isinstance(m, SwitchableLinear8bitLt)
-            and ".lora_" not in name
-        )
-        # Frozen matrices of the layers that no path switches (fused experts, skipped modules): said in the census.
-        self._unswitched = sum(
-            p.numel() * p.element_size()
-            for unit in units
-            for p in unit.module.parameters()
-            if not p.requires_grad and p.ndim >= 2 and p.dtype != torch.int8
-        )
+        # Frozen matrices of the layers that bitsandbytes left as they were (fused experts, routers, skipped modules).
+        self._left: Counter[str] = Counter()
+        self._left_bytes: Counter[str] = Counter()
+        for unit in units:
+            for name, module in unit.module.named_modules():
+                if "lora_" in name or isinstance(module, SwitchableLinear8bitLt):
+                    continue
+                matrices = [p for p in module.parameters(recurse=False) if p.ndim >= 2 and not p.requires_grad]
+                if matrices:
+                    self._left[type(module).__name__] += 1
+                    self._left_bytes[type(module).__name__] += sum(p.numel() * p.element_size() for p in matrices)
 
     def apply(self, active: Bools) -> int:
         unit = int(np.flatnonzero(self.recoverable)[0])
@@ -149,10 +145,11 @@ class Int8Backend(Backend):
         CAST_NOTES.removeFilter(quiet)
 
     def census(self) -> dict[str, Any]:
-        low = int(self.bytes_low.sum())
+        low, left = int(self.bytes_low.sum()), self._left_bytes.total()
         lines: dict[str, Any] = {
             "modules_switched": sum(map(len, self.modules)),
-            "modules_not_switched": dict(self._other),
+            "modules_not_switched": {kind: self._left[kind] for kind, _ in self._left_bytes.most_common()},
+            "bytes_not_switched": left,
             "low_path": low_path_in_words(self.modules[int(np.flatnonzero(self.recoverable)[0])][0]),
             "recovery_path": (
                 "BF16 product with the original BF16 weights"
@@ -164,7 +161,7 @@ class Int8Backend(Backend):
             "eval_path": self.eval_path,
             "bytes_low": low,
             "bytes_recovery": int(self.bytes_recovery.sum()),
-            "share_switched": round(low / (low + self._unswitched), 4),
+            "share_switched": round(low / (low + left), 4),
         }
         if self._copied_modules:
             lines["note"] = (
