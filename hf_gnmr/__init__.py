@@ -5,7 +5,9 @@ from .backends.switchable import restore_plain
 from .callback import GNMRCallback
 from .config import ConfigError, GNMRConfig, SetupError
 from .controller import Controller, Decision
+from .folder import last_checkpoint
 from .trace import read_trace
+from .trainer import GNMRTrainerMixin
 
 __version__ = "0.1.0"
 __all__ = [
@@ -14,8 +16,10 @@ __all__ = [
     "Decision",
     "GNMRCallback",
     "GNMRConfig",
+    "GNMRTrainerMixin",
     "SetupError",
     "__version__",
+    "last_checkpoint",
     "quantize_int8",
     "read_trace",
     "restore_plain",

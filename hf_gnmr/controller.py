@@ -252,9 +252,9 @@ class Controller:
             ("recoverable", self.recoverable.tolist()),
             ("config", self.config.to_dict()),
         ):
-            if state[name] != ours:
+            if state.get(name) != ours:
                 raise ConfigError(
-                    f"controller state was written with {name}={state[name]!r}, this run has {ours!r}: "
+                    f"controller state was written with {name}={state.get(name)!r}, this run has {ours!r}: "
                     "resume with the model and settings of the checkpoint, or start anew"
                 )
         self.steps_done = int(state["steps_done"])

@@ -62,7 +62,7 @@ class OutputFolder:
             if self.moves:
                 self._nothing_needed_moves()
             return
-        self.checkpoint = self._last_checkpoint() if run.resume == "auto" else Path(str(run.resume))
+        self.checkpoint = last_checkpoint(self.path) if run.resume == "auto" else Path(str(run.resume))
         if self.checkpoint is None:
             finished = self.files(FINISHED)
             if finished:
@@ -141,10 +141,6 @@ class OutputFolder:
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise RecipeError(f"training.output_dir={str(self.path)!r} cannot be written ({existing})")
 
-    def _last_checkpoint(self) -> Path | None:
-        whole = [p for p in self.path.glob("checkpoint-*") if p.name.split("-")[-1].isdigit() and is_whole(p)]
-        return max(whole, key=lambda p: int(p.name.split("-")[-1]), default=None)
-
     def _stored_recipe(self, stored: Path) -> dict[str, Any]:
         if not stored.is_file():
             print(f"no recipe.yaml beside {self.checkpoint}: its settings cannot be compared with these", flush=True)
@@ -169,6 +165,16 @@ class OutputFolder:
                         f"{section}.{key}={value!r}: the run that is to be resumed was begun with {before!r}; resume with "
                         "its settings (they are in its recipe.yaml), or start anew in another folder"
                     )
+
+
+def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
+    """The newest whole checkpoint in an output folder; None where there is none.
+
+    A run that was killed while it saved leaves a folder that transformers' `get_last_checkpoint` (and
+    `resume_from_checkpoint=True`) picks and then cannot read; this one goes by what is in it.
+    """
+    whole = [p for p in Path(folder).glob("checkpoint-*") if p.name.split("-")[-1].isdigit() and is_whole(p)]
+    return max(whole, key=lambda p: int(p.name.split("-")[-1]), default=None)
 
 
 def is_whole(checkpoint: Path) -> bool:

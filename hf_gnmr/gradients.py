@@ -24,6 +24,7 @@ import torch
 from accelerate.state import GradientState
 from torch import Tensor, nn
 
+from .config import SetupError
 from .controller import Floats
 from .units import Unit, unwrap
 
@@ -83,11 +84,19 @@ class GradientNorms:
         """The reading of the optimizer step that is about to happen; None if no backward told of one.
 
         The one transfer from device to host of a step.
+
+        Raises:
+            SetupError: the backward reached none of the units' parameters.
         """
         if self._pending is None:
             return None
         vector, order, has_loss = self._pending
         self._pending = None
+        if not any(i < self._of_units for i in order):
+            raise SetupError(
+                "none of the decoder layers' trainable parameters got a gradient in this step: another adapter was made "
+                "active, or they were frozen, after training began. Choose the adapter before train()"
+            )
         scaled_loss = has_loss
         if not has_loss and self.step_losses:
             total = torch.stack([x.detach().to(vector.device, torch.float32) for x in self.step_losses]).sum()
@@ -146,7 +155,7 @@ class GradientNorms:
         order: list[int] = []
         home = self.parameters[0].device
         for indices in self._groups.values():
-            present = [i for i in indices if self.parameters[i].grad is not None]
+            present = [i for i in indices if self.parameters[i].grad is not None and self.parameters[i].requires_grad]
             if present:
                 grads = [self.parameters[i].grad for i in present]
                 norms = torch._foreach_norm(grads, 2, torch.float32)  # type: ignore[arg-type]

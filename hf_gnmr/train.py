@@ -18,7 +18,6 @@ import torch
 from accelerate import PartialState
 from transformers import (
     DataCollatorForSeq2Seq,
-    Trainer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -38,25 +37,7 @@ from .journal import TRACE_FILE, write_summary
 from .models import add_adapters, check_depth, load_adapter, load_base, load_tokenizer, model_source
 from .recipe import Recipe, RecipeError, find_recipe, load_recipe
 from .trace import TraceError, free_name, write_json, write_text
-
-
-class GNMRTrainer(Trainer):
-    """The Trainer, with the controller's latest figures among its logs (log_history, TensorBoard, W&B, Trackio)."""
-
-    def gnmr_callbacks(self) -> list[GNMRCallback]:
-        return [callback for callback in self.callback_handler.callbacks if isinstance(callback, GNMRCallback)]
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = super().training_step(*args, **kwargs)
-        for callback in self.gnmr_callbacks():
-            callback.note_loss(loss)
-        return loss
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs:
-            for callback in self.gnmr_callbacks():
-                logs = {**logs, **callback.scalars()}
-        super().log(logs, start_time)
+from .trainer import GNMRTrainer
 
 
 class Record(TrainerCallback):

@@ -106,7 +106,7 @@ def find_units(model: nn.Module, pattern: str | None = None) -> list[Unit]:
         if parameters:
             units.append(Unit(len(units), index, name, module, parameters))
     if not units:
-        elsewhere = [canonical(name) for name, p in base_model(model).named_parameters() if p.requires_grad]
+        elsewhere = [canonical(name) for name, p in unwrap(model).named_parameters() if p.requires_grad]
         where = f"trainable parameters only in {', '.join(elsewhere[:3])}" if elsewhere else "no trainable parameter"
         raise SetupError(
             f"none of the {len(layers)} decoder layers has a trainable parameter ({where}): there is no gradient to "

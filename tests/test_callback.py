@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainingArguments
 from hf_gnmr import ConfigError, GNMRCallback, GNMRConfig, SetupError
 from hf_gnmr.backends.switchable import SwitchableLinear8bitLt
 from hf_gnmr.trace import TraceError, read_trace
-from hf_gnmr.train import GNMRTrainer
+from hf_gnmr.trainer import GNMRTrainer
 
 
 class AtStep(TrainerCallback):

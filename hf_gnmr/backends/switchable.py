@@ -43,6 +43,10 @@ class SwitchableLinear8bitLt(bnb.nn.Linear8bitLt):
     _gnmr_original: Original | None
     _gnmr_on_device: Tensor | None
 
+    # Under torch.compile a path that is read while tracing would be a guard: each new choice of layers would compile anew.
+    # Run as it is, between graphs that know of no path, a choice costs no recompilation. (bitsandbytes' own forward breaks
+    # the graph at every linear too.)
+    @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in_features), floating point; returns (..., out_features) in x's dtype."""
         path = self._gnmr_path
@@ -77,7 +81,9 @@ class SwitchableLinear8bitLt(bnb.nn.Linear8bitLt):
             if self.weight.CB is not None:
                 self.init_8bit_state()
             return _DequantizedLinear.apply(h, self.state.CB, self.state.SCB, bias).to(x.dtype)
-        if self.weight is not self.__dict__["_gnmr_weight"]:
+        known = self.__dict__["_gnmr_weight"]
+        # A new parameter around the same codes (DoRA again) is no other weight.
+        if self.weight is not known and self.weight.data_ptr() != known.data_ptr():
             raise SetupError(
                 "the 8-bit weight of a switched module was replaced (adapters merged into it?) while its recovery path "
                 "still holds the original: end training first, or, after one that was broken off, call "
@@ -92,6 +98,14 @@ class SwitchableLinear8bitLt(bnb.nn.Linear8bitLt):
             out = torch.mm(flat, weight) if bias is None else torch.addmm(bias, flat, weight)
             return out.reshape(*x.shape[:-1], out.shape[-1]).to(x.dtype)
         return F.linear(h, weight, bias).to(x.dtype)
+
+    def init_8bit_state(self) -> None:
+        """Move codes and scales from the parameter to `state`, as bitsandbytes does before a product."""
+        # PEFT's DoRA wraps the codes anew in every forward on a CPU, and forgets the scales that lie in `state` already.
+        scales = self.state.SCB
+        super().init_8bit_state()
+        if self.state.SCB is None:
+            self.state.SCB = scales
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # After a forward the scales live in `state`, where bitsandbytes' own loading does not look for them.
@@ -147,6 +161,8 @@ def make_switchable(
 def make_plain(module: Any) -> None:
     """Take the second path away; any module is allowed, most are left alone."""
     if type(module) is SwitchableLinear8bitLt:
+        if module.weight.CB is not None:
+            module.init_8bit_state()
         module.__class__ = bnb.nn.Linear8bitLt
         for name in ("_gnmr_path", "_gnmr_original", "_gnmr_on_device", "_gnmr_weight"):
             module.__dict__.pop(name, None)
