@@ -6,6 +6,7 @@ from .callback import GNMRCallback
 from .config import ConfigError, GNMRConfig, SetupError
 from .controller import Controller, Decision
 from .folder import last_checkpoint
+from .session import GNMRSession
 from .trace import read_trace
 from .trainer import GNMRTrainerMixin
 
@@ -16,6 +17,7 @@ __all__ = [
     "Decision",
     "GNMRCallback",
     "GNMRConfig",
+    "GNMRSession",
     "GNMRTrainerMixin",
     "SetupError",
     "__version__",

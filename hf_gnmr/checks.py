@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import torch
 from accelerate.state import AcceleratorState, DistributedType
 from torch import nn
 from transformers import TrainingArguments
@@ -15,14 +17,53 @@ GRADIENTS_GONE = ("lomo", "layerwise")
 """Optimizers (parts of their names) that use up each gradient inside the backward: no norm is left to read."""
 
 
-def refuse_unreadable_gradients(args: TrainingArguments, model: nn.Module) -> None:
-    """Raise SetupError where the unclipped gradient cannot be read, or the model's paths cannot be switched."""
+LAUNCHED = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+"""Variables in which launchers tell the number of processes."""
+
+
+def one_process_of_several() -> str | None:
+    """What to say where a launcher was asked for several processes and this training is alone; None otherwise.
+
+    `accelerate launch --cpu --num_processes 2` starts one process, without a word; all that is left of the request is the
+    address at which the processes would have met.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        return None
+    told = {name: os.environ[name] for name in LAUNCHED if os.environ.get(name, "1") not in ("", "1")}
+    if told:
+        asked = ", ".join(f"{name}={value}" for name, value in told.items())
+    elif os.environ.get("MASTER_ADDR") and "WORLD_SIZE" not in os.environ:
+        asked = "MASTER_ADDR is set and WORLD_SIZE is not"
+    else:
+        return None
+    return (
+        f"WORLD SIZE 1: a launcher seems to have been asked for several processes ({asked}), but this training runs in one. "
+        "On a CPU `accelerate launch --cpu --num_processes N` starts only one: use `torchrun --nproc_per_node N` with "
+        "training.ddp_backend=gloo"
+    )
+
+
+def scaler_missing(scaled: bool) -> str | None:
+    """What to say where FP16 mixed precision runs without a loss scaler, as it does on a CPU; None otherwise."""
+    precision = AcceleratorState().mixed_precision if AcceleratorState._shared_state else "no"
+    if precision == "fp16" and not scaled:
+        return "mixed precision is fp16, but there is no loss scaler: small gradients may vanish. Use bf16"
+    return None
+
+
+def refuse_partitioned_gradients() -> None:
+    """Raise SetupError under engines that keep the gradients to themselves."""
     kind = AcceleratorState().distributed_type if AcceleratorState._shared_state else DistributedType.NO
     if kind in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM):
         raise SetupError(
             f"{kind.value}: gradients are partitioned or kept by the engine, so a layer's unclipped norm cannot be read. "
             "Use one process, DDP, or device_map"
         )
+
+
+def refuse_unreadable_gradients(args: TrainingArguments, model: nn.Module) -> None:
+    """Raise SetupError for a Trainer's set-up in which the unclipped gradient cannot be read, or paths be switched."""
+    refuse_partitioned_gradients()
     _refuse_optimizer(str(getattr(args.optim, "value", args.optim)))
     if args.n_gpu > 1 and not getattr(base_model(model), "is_loaded_in_8bit", False):
         raise SetupError(

@@ -42,6 +42,10 @@ class Reading:
     what the Trainer noted; None where there is neither (a custom loss in a Trainer that notes nothing)."""
     seconds: float
     """Time spent in working out and fetching the norms, without waiting for the backward itself."""
+    backwards: int
+    """Backward passes that made the step."""
+    began: float
+    """`time.perf_counter()` at the step's first forward."""
 
 
 class GradientNorms:
@@ -68,6 +72,8 @@ class GradientNorms:
         self._state = GradientState()
         self._armed = False
         self._losses: list[Tensor] = []
+        self._backwards = 0
+        self._began: float | None = None
         self._pending: tuple[Tensor, list[int], bool] | None = None
         self._seconds = 0.0
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -116,9 +122,11 @@ class GradientNorms:
             norms = np.sqrt(np.add.reduceat(square[: self._of_units], self._segments))
             total_norm = float(np.sqrt(square.sum()))
         loss = float(values[len(order) + 1]) / (scale if scaled_loss else 1.0) if has_loss else None
+        backwards, began = self._backwards, self._began
+        self._losses, self._backwards, self._began = [], 0, None
         seconds = self._seconds + time.perf_counter() - start
         self._seconds = 0.0
-        return Reading(norms, total_norm, loss, seconds)
+        return Reading(norms, total_norm, loss, seconds, backwards, start if began is None else began)
 
     def drop_gradients(self) -> None:
         """Take the gradients away before the optimizer sees them: it then updates nothing."""
@@ -128,6 +136,8 @@ class GradientNorms:
     def _on_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not (torch.is_grad_enabled() and module.training):
             return
+        if self._began is None:
+            self._began = time.perf_counter()
         self._armed = False  # a backward that was broken off must not keep the next one from being read
         loss = getattr(output, "loss", None)
         for tensor in _tensors(output):
@@ -144,6 +154,7 @@ class GradientNorms:
 
     def _after_reduction(self) -> None:
         self._armed = False
+        self._backwards += 1
         if not self._state.sync_gradients:
             return
         start = time.perf_counter()
@@ -164,8 +175,8 @@ class GradientNorms:
         parts.append(self._scale(home))
         if self._losses:
             parts.append(torch.stack([x.to(home, torch.float32, non_blocking=True) for x in self._losses]).sum()[None])
+        # A loop without accelerate passes here after each micro-batch; the last one's vector is the one that counts.
         self._pending = (torch.cat(parts), order, bool(self._losses))
-        self._losses = []
         if cuda:
             assert self._events is not None
             self._events[1].record()

@@ -107,6 +107,7 @@ def find_units(model: nn.Module, pattern: str | None = None) -> list[Unit]:
             units.append(Unit(len(units), index, name, module, parameters))
     if not units:
         elsewhere = [canonical(name) for name, p in unwrap(model).named_parameters() if p.requires_grad]
+        elsewhere = [name.removeprefix("base_model.model.") for name in elsewhere]
         where = f"trainable parameters only in {', '.join(elsewhere[:3])}" if elsewhere else "no trainable parameter"
         raise SetupError(
             f"none of the {len(layers)} decoder layers has a trainable parameter ({where}): there is no gradient to "

@@ -1,0 +1,330 @@
+"""One training under control, whatever drives it: the callback under a Trainer, or a loop of one's own.
+
+    session = GNMRSession(model, total_steps=1000, gradient_accumulation_steps=4, output_dir="out")
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            if accelerator.sync_gradients:
+                session.observe()                                  # after the backward, before clipping
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            if accelerator.sync_gradients:
+                session.decide(skipped=accelerator.optimizer_step_was_skipped)
+            optimizer.zero_grad()
+    session.close()
+
+Paths change in `decide` and nowhere else, so all micro-batches of a step, and the recomputation of checkpointed layers,
+see one choice.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import uuid
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .backends import BACKENDS, Backend, check_backend
+from .backends.int8 import check_options
+from .census import census_in_words, take_census, trace_header
+from .checks import one_process_of_several, refuse_partitioned_gradients, scaler_missing
+from .config import ConfigError, GNMRConfig, SetupError
+from .controller import Bools, Controller, Decision
+from .gradients import GradientNorms, Reading
+from .journal import TRACE_FILE, Journal, say, write_summary
+from .triggers import check_trigger, make_trigger
+from .units import Unit, find_units
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is switched and how, beside the thresholds; checked on construction.
+
+    Raises:
+        ConfigError: an option's value that is not allowed, by name.
+    """
+
+    backend: str = "int8"
+    """"int8" (bitsandbytes INT8 ↔ BF16) or "none" (monitor only)."""
+    trigger: str = "gnmr"
+    """"gnmr", "none" (all on the low-cost path) or "all" (all on the recovery path)."""
+    recovery: str = "host"
+    """"host" (original BF16 weights) or "dequantize" (BF16 compute on dequantised weights)."""
+    recovery_source: str | os.PathLike[str] | None = None
+    """Folder or Hub id of the original weights; None: what the model was loaded from."""
+    layers: str | None = None
+    """Pattern for the decoder layers of an unknown architecture, e.g. "transformer.blocks.*"."""
+    eval_path: str = "low"
+    """Path in eval mode: "low", "recovery" or "active"."""
+
+    def __post_init__(self) -> None:
+        check_backend(self.backend)
+        check_trigger(self.trigger)
+        check_options(recovery=self.recovery, recovery_source=self.recovery_source, eval_path=self.eval_path)
+        if self.layers is not None and not isinstance(self.layers, str):
+            raise ConfigError(f"layers={self.layers!r}: a pattern such as 'transformer.blocks.*', or None, is allowed")
+        if self.backend == "none" and self.trigger != "gnmr":
+            raise ConfigError(
+                f"trigger={self.trigger!r} with backend='none': nothing is switched, leave the trigger at 'gnmr'"
+            )
+
+
+def make_config(config: GNMRConfig | dict[str, Any] | None, settings: dict[str, Any], owner: str) -> GNMRConfig:
+    """A configuration from an object, a dict or keywords, of which only one may be given."""
+    known = [field.name for field in fields(GNMRConfig)]
+    for name in [*settings, *(config if isinstance(config, dict) else {})]:
+        if name not in known:
+            raise ConfigError(f"{owner} has no argument {name!r}: GNMRConfig's fields are {', '.join(known)}")
+    if config is not None and settings:
+        raise ConfigError(f"give config= or its fields as keywords, not both (got {', '.join(settings)})")
+    if isinstance(config, dict):
+        config = GNMRConfig(**config)
+    if config is not None and not isinstance(config, GNMRConfig):
+        raise ConfigError(f"config={config!r}: a GNMRConfig is allowed")
+    return config or GNMRConfig(**settings)
+
+
+def take_over(model: nn.Module, config: GNMRConfig, options: Options) -> tuple[list[Unit], Backend]:
+    """Find the units of `model` and make them switchable, or refuse (`Backend.remove` undoes it)."""
+    refuse_partitioned_gradients()
+    units = find_units(model, options.layers)
+    more: dict[str, Any] = {}
+    if options.backend == "int8":
+        more = {"recovery": options.recovery, "recovery_source": options.recovery_source, "eval_path": options.eval_path}
+    backend = BACKENDS[options.backend](model, units, **more)
+    count = int(backend.recoverable.sum())
+    if count and isinstance(config.max_o, int) and config.max_o > count:
+        backend.remove()
+        raise ConfigError(f"max_o={config.max_o}: the model has {count} recoverable units, at most that is allowed")
+    return units, backend
+
+
+class GNMRSession:
+    """Units, backend, controller, gradient norms and trace of one training.
+
+    Args:
+        model: the model whose forward is called in training: a PEFT model over an 8-bit base (any wrapper by DDP or
+            torch.compile is looked through). Parameters must be where they are trained.
+        config: thresholds and budget; None means the defaults of `GNMRConfig`. Its fields may also be given as keywords.
+        options: what is switched and how; its fields may also be given as keywords.
+        total_steps: optimizer steps of the whole run; needed where the configuration gives shares of it.
+        gradient_accumulation_steps: micro-batches of a full window; shorter and longer ones are no step.
+        scaler: the gradient scaler in use (`accelerator.scaler`), or None.
+        output_dir: folder for `trace.jsonl` and `summary.json`; None: neither is written.
+
+    Raises:
+        ConfigError: a setting that is not allowed.
+        SetupError: a model on which control cannot work; the message names the mend.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: GNMRConfig | dict[str, Any] | None = None,
+        options: Options | None = None,
+        *,
+        total_steps: int | None = None,
+        gradient_accumulation_steps: int = 1,
+        scaler: Any = None,
+        output_dir: str | os.PathLike[str] | None = None,
+        **settings: Any,
+    ) -> None:
+        if options is None:
+            options = Options(**{f.name: settings.pop(f.name) for f in fields(Options) if f.name in settings})
+        self.config = make_config(config, settings, type(self).__name__)
+        self.options = options
+        self.total_steps, self.accumulation = total_steps, gradient_accumulation_steps
+        self.trace: Path | None = None if output_dir is None else Path(output_dir) / TRACE_FILE
+        self.main_process = not (torch.distributed.is_available() and torch.distributed.is_initialized()) or (
+            torch.distributed.get_rank() == 0
+        )
+        self.decision: Decision | None = None
+        """The latest decision; None before the first step."""
+        self.summary: dict[str, Any] | None = None
+        """The figures of the run, once it has ended."""
+        self.run_id = uuid.uuid4().hex
+        self.steps_done = 0
+        """Optimizer steps so far, those that were no step for the controller included."""
+        self._resumed = False
+        self._begun = False
+        self._journal: Journal | None = None
+        self._shown: dict[str, float] = {}
+        self._reading: Reading | None = None
+        self._micro_batches = 0
+        self._withheld = False
+        self.units, self.backend = take_over(model, self.config, options)
+        try:
+            self.controller: Controller = make_trigger(
+                options.trigger, len(self.units), self.config, total_steps=total_steps, recoverable=self.backend.recoverable
+            )
+            self._gradients = GradientNorms(model, self.units, scaler)
+            self.backend.apply(self.controller.active)
+        except BaseException:
+            self.backend.remove()
+            raise
+        self._scaled = scaler is not None and scaler.is_enabled()
+
+    def begin(self) -> None:
+        """Print the census and open the trace; the first `observe` does so otherwise. After `load_state_dict`, if any."""
+        self._begun = True
+        if not self.main_process:
+            return
+        census = take_census(self.units, self.backend, self.controller)
+        for line in census_in_words(census):
+            print(line, flush=True)
+        for warning in (one_process_of_several(), scaler_missing(self._scaled)):
+            if warning is not None:
+                say(warning)
+        if self.trace is not None:
+            header = trace_header(self.units, self.backend, self.controller, census)
+            header |= {"run_id": self.run_id, "total_steps": self.total_steps}
+            self._journal = Journal(self.trace, header, self.steps_done if self._resumed else None)
+
+    def observe(self, micro_batches: int | None = None) -> Reading:
+        """Fetch the norms of the optimizer step that is about to happen: after its last backward, before clipping.
+
+        Without a loss scaler, gradients that are not finite are dropped here, so that the optimizer updates nothing.
+
+        Args:
+            micro_batches: how many made this step; None: as many as there were backward passes.
+
+        Raises:
+            SetupError: no gradient was seen.
+        """
+        if not self._begun:
+            self.begin()
+        reading = self._reading = self._gradients.read()
+        if reading is None:
+            raise SetupError(
+                f"no gradient was seen at step {self.steps_done + 1}: the loss does not come from the outputs of the "
+                "model that was given (a custom compute_loss that calls an inner module?), the model was not in training "
+                "mode, or a second GNMRCallback is at work. Compute the loss from model(**inputs) after model.train(), so "
+                "that the unclipped gradient can be read"
+            )
+        self._micro_batches = reading.backwards if micro_batches is None else micro_batches
+        if not self._scaled and not math.isfinite(reading.total_norm):
+            # A scaler would skip this update. Without one the optimizer would write NaN into every parameter it
+            # touches (clipping spreads one bad layer over all), and no later step could be finite again.
+            self._gradients.drop_gradients()
+            self._withheld = True
+        return reading
+
+    def decide(self, *, skipped: bool = False) -> Decision | None:
+        """Choose the units for the next step and put them in force: after the optimizer's step.
+
+        Args:
+            skipped: the loss scaler skipped the update.
+
+        Returns:
+            The decision; None where this was no step for the controller (skipped, or a window of another length).
+        """
+        if self._reading is None:
+            raise SetupError("decide() without observe(): call observe() after the backward, before clipping")
+        start = time.perf_counter()
+        reading, active = self._reading, self.controller.active
+        reason = None
+        if skipped:
+            reason = "loss scaler skipped the update"
+        elif self._micro_batches != self.accumulation:
+            reason = f"window of {self._micro_batches} micro-batches instead of {self.accumulation}"
+        decision = None
+        if reason is None:
+            decision = self.decision = self.controller.step(reading.norms)
+            self.backend.apply(decision.active)
+        end = time.perf_counter()
+        self.steps_done += 1
+        if self.main_process:
+            self._report(reading)
+        self._shown = {} if decision is None else self._figures(decision, active)
+        if self._journal is not None:
+            self._journal.step(
+                step=self.steps_done,
+                reading=reading,
+                decision=decision,
+                active=active,
+                micro_batches=self._micro_batches,
+                skipped=reason,
+                withheld=self._withheld,
+                step_ms=1e3 * (end - reading.began),
+                controller_ms=1e3 * (reading.seconds + end - start),
+                recovery_bytes=self.backend.recovery_bytes(active),
+            )
+        self._reading, self._withheld = None, False
+        return decision
+
+    def close(self) -> dict[str, Any] | None:
+        """End: the model as it was, the summary written beside the trace and returned; may be called twice."""
+        journal = self._journal
+        self.detach()
+        if journal is not None:
+            self.summary = write_summary(journal.path, self.steps_done)
+        return self.summary
+
+    def detach(self) -> None:
+        """Take hooks and paths off the model and close the trace, without a summary; may be called twice."""
+        self._gradients.remove()
+        self.backend.remove()
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Tell a micro-batch's loss, as it enters the backward; the trace has it where the model's own loss output takes
+        no part (a loss computed outside the model)."""
+        self._gradients.step_losses.append(loss)
+
+    def scalars(self) -> dict[str, float]:
+        """The latest step's figures, for a logger.
+
+        Empty before the first step and after one that was no step for the controller. `gnmr/active` counts the units that
+        were on the recovery path during the step; the maxima are over finite scores.
+        """
+        return dict(self._shown)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, as plain JSON values; `accelerator.register_for_checkpointing(session)` takes it."""
+        return {"controller": self.controller.state_dict(), "run_id": self.run_id, "steps_done": self.steps_done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`: history, locks, active set and trace.
+
+        Raises:
+            ConfigError: a state of other settings or units.
+        """
+        self.resume(int(state["steps_done"]), state["controller"], state["run_id"])
+
+    def resume(self, step: int, controller: dict[str, Any] | None, run_id: str | None) -> None:
+        """Count on from optimizer step `step`, with the controller's state and in the trace of run `run_id`, if any."""
+        if controller is not None:
+            self.controller.load_state_dict(controller)
+            self.backend.apply(self.controller.active)
+        self.run_id = run_id or self.run_id
+        self.steps_done = step
+        self._resumed = True
+
+    def _figures(self, decision: Decision, active: Bools) -> dict[str, float]:
+        recoverable = int(self.backend.recoverable.sum())
+        finite = np.isfinite(decision.gnmr)
+        return {
+            "gnmr/max": float(decision.gnmr[finite].max(initial=0.0)),
+            "gnmr/delta_max": float(decision.delta_gnmr[finite].max(initial=0.0)),
+            "gnmr/not_finite": int((~finite).sum()),
+            "gnmr/triggered": int(decision.triggered.sum()),
+            "gnmr/active": int(active.sum()),
+            "gnmr/promotion": float(active.sum() / recoverable) if recoverable else 0.0,
+        }
+
+    def _report(self, reading: Reading) -> None:
+        """Say what must not go unnoticed. With a loss scaler, overflows are its daily business and it skips the update."""
+        bad = [self.units[i].layer for i in np.flatnonzero(~np.isfinite(reading.norms))]
+        if not self._scaled and (bad or self._withheld):
+            where = f"in layer{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}" if bad else "outside the layers"
+            update = "; the optimizer's update was withheld" if self._withheld else ""
+            say(f"step {self.steps_done}: gradient not finite {where}{update}")
