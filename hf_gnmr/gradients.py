@@ -133,6 +133,7 @@ class GradientNorms:
         for p in self.parameters:
             p.grad = None
 
+    @torch.compiler.disable  # a clock and hooks: nothing to trace
     def _on_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not (torch.is_grad_enabled() and module.training):
             return

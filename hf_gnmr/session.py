@@ -220,7 +220,7 @@ class GNMRSession:
         """Choose the units for the next step and put them in force: after the optimizer's step.
 
         Args:
-            skipped: the loss scaler skipped the update.
+            skipped: the update was skipped; with a `scaler`, overflows are noticed without it.
 
         Returns:
             The decision; None where this was no step for the controller (skipped, or a window of another length).
@@ -230,7 +230,9 @@ class GNMRSession:
         start = time.perf_counter()
         reading, active = self._reading, self.controller.active
         reason = None
-        if skipped:
+        # Fused optimizers skip by themselves under a scaler (the Trainer's default one does), and accelerate then calls the
+        # step a done one: what the scaler goes by is in the reading.
+        if skipped or (self._scaled and not math.isfinite(reading.total_norm)):
             reason = "loss scaler skipped the update"
         elif self._micro_batches != self.accumulation:
             reason = f"window of {self._micro_batches} micro-batches instead of {self.accumulation}"

@@ -31,6 +31,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 torch.set_num_threads(1)
 
 VOCABULARY = 128
+PASSED_ON = ("compute_loss_func", "eval_dataset", "model_init", "optimizers")
+"""What `trainer_for` gives to the Trainer itself, not to its arguments."""
 
 
 def tiny_config(**changes):
@@ -83,7 +85,7 @@ def trainer_for(tmp_path):
     """A function: model and callback -> Trainer on random rows, six steps unless told otherwise."""
 
     def build(model, *callbacks, rows=None, trainer_class=Trainer, **changes):
-        more = {key: changes.pop(key) for key in ("compute_loss_func", "eval_dataset", "optimizers") if key in changes}
+        more = {key: changes.pop(key) for key in PASSED_ON if key in changes}
         arguments = {
             "output_dir": str(tmp_path / "run"), "use_cpu": True, "report_to": [], "max_steps": 6, "save_strategy": "no",
             "per_device_train_batch_size": 4, "learning_rate": 1e-3, "logging_steps": 1, "disable_tqdm": True, "seed": 0,

@@ -50,9 +50,10 @@ class SwitchableLinear8bitLt(bnb.nn.Linear8bitLt):
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in_features), floating point; returns (..., out_features) in x's dtype."""
         path = self._gnmr_path
-        if path.in_train if self.training else path.in_eval:
-            return self._recovery(x)
-        return self._low(x)
+        flat = x.reshape(-1, x.shape[-1])  # bitsandbytes' bias gradient sums over the first dimension only
+        out = self._recovery(flat) if (path.in_train if self.training else path.in_eval) else self._low(flat)
+        # Also from both paths alike a view: else graphs compiled around them would guard on which one it was.
+        return out.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
 
     def _low(self, x: Tensor) -> Tensor:
         state = self.state
@@ -60,12 +61,10 @@ class SwitchableLinear8bitLt(bnb.nn.Linear8bitLt):
             self.init_8bit_state()
         state.is_training = self.training
         if x.numel() == 0:
-            return x.new_zeros(*x.shape[:-1], self.out_features)
-        # Two dimensions: bitsandbytes' bias gradient sums over the first dimension only. The bias is cast without
-        # touching the parameter (plain bitsandbytes rewrites it in the input's dtype).
+            return x.new_zeros(x.shape[0], self.out_features)
+        # The bias is cast without touching the parameter (plain bitsandbytes rewrites it in the input's dtype).
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        out = MatMul8bitLt.apply(x.reshape(-1, x.shape[-1]), self.weight, None, bias, state)
-        return out.to(x.dtype).reshape(*x.shape[:-1], out.shape[-1])
+        return MatMul8bitLt.apply(x, self.weight, None, bias, state)
 
     def _recovery(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) != torch.bfloat16:
@@ -80,7 +79,7 @@ class SwitchableLinear8bitLt(bnb.nn.Linear8bitLt):
         if original is None:
             if self.weight.CB is not None:
                 self.init_8bit_state()
-            return _DequantizedLinear.apply(h, self.state.CB, self.state.SCB, bias).to(x.dtype)
+            return _DequantizedLinear.apply(h, self.state.CB, self.state.SCB, bias)
         known = self.__dict__["_gnmr_weight"]
         # A new parameter around the same codes (DoRA again) is no other weight.
         if self.weight is not known and self.weight.data_ptr() != known.data_ptr():
@@ -94,10 +93,8 @@ class SwitchableLinear8bitLt(bnb.nn.Linear8bitLt):
             weight = original.weight.to(x.device)
         if original.transposed:
             # The product that transformers' Conv1D does, in its orientation, so that results agree bit for bit.
-            flat = h.reshape(-1, h.shape[-1])
-            out = torch.mm(flat, weight) if bias is None else torch.addmm(bias, flat, weight)
-            return out.reshape(*x.shape[:-1], out.shape[-1]).to(x.dtype)
-        return F.linear(h, weight, bias).to(x.dtype)
+            return torch.mm(h, weight) if bias is None else torch.addmm(bias, h, weight)
+        return F.linear(h, weight, bias)
 
     def init_8bit_state(self) -> None:
         """Move codes and scales from the parameter to `state`, as bitsandbytes does before a product."""
