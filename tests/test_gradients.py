@@ -182,3 +182,26 @@ def test_evaluation_and_frozen_forwards_leave_no_hook_behind(tiny):
         model.train()(input_ids=ids, labels=ids)
     model.eval()(input_ids=ids, labels=ids).loss.backward()
     assert monitor.read() is None
+
+
+def test_adapters_of_several_dtypes_are_gathered_in_groups(tiny, monkeypatch):
+    """As over several devices: one fused call for each (device, dtype), one vector to the host."""
+    model = with_lora(load_int8(tiny)).train()
+    for p in find_units(model)[1].parameters:
+        p.data = p.data.to(torch.bfloat16)
+    monitor = GradientNorms(model, find_units(model))
+    calls, norm = [], torch._foreach_norm
+
+    def counted(grads, *args):
+        calls.append({g.dtype for g in grads})
+        return norm(grads, *args)
+
+    monkeypatch.setattr(torch, "_foreach_norm", counted)
+    batch = {k: torch.tensor([row[k] for row in token_rows(4)]) for k in ("input_ids", "labels")}
+    model(**batch).loss.backward()
+    reading = monitor.read()
+    assert calls == [{torch.float32}, {torch.bfloat16}]
+    for unit, value in zip(find_units(model), reading.norms, strict=True):
+        squares = [p.grad.double().square().sum() for p in unit.parameters]
+        assert value == pytest.approx(float(torch.stack(squares).sum().sqrt()), rel=1e-5)
+    monitor.remove()

@@ -120,6 +120,15 @@ def test_shipped_recipes_are_valid_round_trip_and_are_executable(path, tmp_path)
     assert path.stat().st_mode & 0o111, "recipes are executable"
 
 
+@pytest.mark.parametrize("name", ["one_gpu", "ddp", "cpu"])
+def test_accelerate_reads_the_configurations_that_come_along(name):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(REPOSITORY / "recipes" / "accelerate" / f"{name}.yaml"))
+    assert config.use_cpu == (name == "cpu") and config.num_processes == (2 if name == "ddp" else 1)
+    assert config.distributed_type.value == ("MULTI_GPU" if name == "ddp" else "NO") and config.mixed_precision == "no"
+
+
 def test_a_file_that_is_not_text_is_refused(tmp_path):
     file = tmp_path / "r.yaml"
     file.write_bytes(b"model: {name: \xff\xfe}")

@@ -141,7 +141,7 @@ def test_the_state_is_small_plain_json_and_does_not_grow(straight):
 
 
 def test_a_checkpoint_of_a_model_with_other_layers_is_refused_by_name(straight, trainer_for, tiny, tmp_path):
-    """Where the checkpoint has the optimizer's state too, torch refuses that first (the Trainer loads it before train begin)."""
+    """Where the checkpoint has the optimizer's state too, torch refuses that first: the Trainer loads it earlier."""
     run = tmp_path / "run"
     shutil.copytree(straight[0], run)
     for message in ("doesn't match the size of optimizer's group", "num_units=3, this run has 2"):
