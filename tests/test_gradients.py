@@ -79,6 +79,23 @@ def test_the_same_global_batch_in_other_micro_batches_gives_the_same_series(trai
         np.testing.assert_allclose(other, series[0], rtol=0.03)  # 8-bit products depend on the rows beside
 
 
+def test_a_loss_that_ignores_the_accumulation_scales_the_norms_and_no_ratio(trainer_for, tiny, tmp_path):
+    """A `compute_loss_func` that takes the mean of its own micro-batch: the Trainer then sums k means."""
+
+    def mean_of_this_batch(outputs, labels, num_items_in_batch=None):
+        return torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+
+    found = {}
+    for k in (1, 2, 4):
+        options = {"per_device_train_batch_size": 8 // k, "gradient_accumulation_steps": k, "learning_rate": 1e-6}
+        lines = run(trainer_for, tiny, tmp_path, compute_loss_func=mean_of_this_batch, **options)
+        assert len(lines) == 6, "one reading per optimizer step"
+        found[k] = norms(lines), np.array([line["gnmr"] for line in lines])
+    for k in (2, 4):
+        np.testing.assert_allclose(found[k][0] / found[1][0], k, rtol=0.03)
+        np.testing.assert_allclose(found[k][1], found[1][1], rtol=0.03)
+
+
 def test_logged_loss_is_the_one_in_the_trace(trainer_for, tiny, tmp_path):
     trainer = trainer_for(with_lora(load_int8(tiny)), GNMRCallback(), gradient_accumulation_steps=2)
     trainer.train()

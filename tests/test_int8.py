@@ -16,6 +16,7 @@ from bitsandbytes.autograd._functions import MatMul8bitLt
 from conftest import load_bf16, load_int8, save_llama, token_rows, trace_lines, with_lora
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from hf_gnmr import GNMRCallback, SetupError, quantize_int8, restore_plain
 from hf_gnmr.backends.int8 import Int8Backend
@@ -155,13 +156,18 @@ def test_a_trainable_bias_gets_its_true_gradient_on_both_paths(tmp_path):
         assert torch.equal(module.bias.grad, torch.full_like(module.bias, 10.0))
 
 
-@pytest.mark.parametrize("when", ["before any forward", "after a forward", "after deepcopy"])
-def test_lifted_layer_runs_the_original_weight(tiny, when):
-    model = with_lora(load_int8(tiny)).eval()
+@pytest.mark.parametrize("when", ["before any forward", "after a forward", "after deepcopy", "after saving in 8 bits"])
+def test_lifted_layer_runs_the_original_weight(tiny, tmp_path, when):
+    base = load_int8(tiny)
+    if when == "after saving in 8 bits":
+        base.save_pretrained(tmp_path / "int8")
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "int8", dtype=torch.bfloat16)
+    model = with_lora(base).eval()
     if when == "after a forward":
         logits(model)
     codes = [m.weight.data.clone() for m in linears(model)]
-    backend, units = switched(model)
+    scales = [(m.weight.SCB if m.state.SCB is None else m.state.SCB).clone() for m in linears(model)]
+    backend, units = switched(model, recovery_source=tiny if when == "after saving in 8 bits" else None)
     lift(backend, 1)
     if when == "after deepcopy":
         model = copy.deepcopy(model)
@@ -173,7 +179,8 @@ def test_lifted_layer_runs_the_original_weight(tiny, when):
     assert (dequantize(state.CB, state.SCB).float() - original.weight.float()).abs().max() < 0.08 / 127 * 1.01
     lift(backend)
     logits(model)
-    assert all(torch.equal(m.weight.data, code) for m, code in zip(linears(model), codes, strict=True))
+    for m, code, scale in zip(linears(model), codes, scales, strict=True):
+        assert torch.equal(m.weight.data, code) and torch.equal(m.state.CB, code) and torch.equal(m.state.SCB, scale)
 
 
 def test_dequantize_recovery_is_the_product_with_dequantised_codes(tiny):
@@ -253,6 +260,40 @@ def test_own_state_dict_goes_back_in_with_a_layer_lifted(tiny):
     state = {k: v.clone() for k, v in model.state_dict().items()}
     model.load_state_dict(state, strict=True)
     assert torch.equal(logits(model), before)
+
+    fresh = with_lora(load_int8(tiny))
+    assert state.keys() == {k for k in fresh.state_dict() if not k.endswith("weight_format")} | {
+        k for k in state if k.endswith("weight_format")
+    }
+    fresh.load_state_dict(state, strict=True)
+    fresh_backend, _ = switched(fresh)
+    lift(fresh_backend, 1)
+    assert torch.equal(logits(fresh.train()), before)
+    weights = [k for k in state if k.endswith("base_layer.weight")]
+    assert {state[k].dtype for k in weights} == {torch.int8}, "a byte a weight, lifted or not"
+
+
+def test_merging_and_unmerging_after_training_is_lossy_by_one_step_at_most(tiny, trainer_for):
+    """PEFT's own arithmetic on 8-bit weights; no part of ours is left in it."""
+    model = with_lora(load_int8(tiny), trained=True)
+    trainer_for(model, GNMRCallback(max_o=2, alpha=0.5, alpha_init_fraction=0), max_steps=3).train()
+
+    def values():
+        return [
+            (m.weight.data.float() * (m.weight.SCB if m.state.SCB is None else m.state.SCB)[:, None] / 127,
+             (m.weight.SCB if m.state.SCB is None else m.state.SCB) / 127)
+            for m in linears(model)
+        ]
+
+    before = values()
+    model.merge_adapter()
+    merged = values()
+    model.unmerge_adapter()
+    changed = 0
+    for (ours, step), (_, merged_step), (theirs, _) in zip(values(), merged, before, strict=True):
+        assert ((ours - theirs).abs() <= 0.55 * (step + merged_step)[:, None]).all()  # rounded twice, and in FP16 between
+        changed += int((ours != theirs).sum())
+    assert changed > 0
 
 
 def test_accelerate_device_hooks_do_not_pin_the_old_forward(tiny):
@@ -489,3 +530,25 @@ def test_gpt2_with_its_transposed_weights_and_other_prefix(tmp_path):
     lift(backend, *range(len(units)))
     assert torch.equal(logits(model), logits(reference))
     assert not torch.equal(plain, logits(reference))
+
+
+def test_each_way_to_evaluate_an_adapted_model_gives_a_result_of_its_own(tiny):
+    """Base, BF16 with adapter, INT8 with adapter, the same with two layers lifted, merged: none is mistaken for another."""
+    found = {"base": logits(load_bf16(tiny).eval())}
+    model = with_lora(load_bf16(tiny), trained=True).eval()
+    adapter = {k: v for k, v in model.state_dict().items() if "lora_" in k}
+    found["BF16 + adapter"] = logits(model)
+    int8 = with_lora(load_int8(tiny), trained=True).eval()
+    int8.load_state_dict(adapter, strict=False)
+    found["INT8 + adapter"] = logits(int8)
+    backend, _ = switched(int8)
+    lift(backend, 0, 2)
+    found["INT8 + adapter, layers 0 and 2 in BF16"] = logits(int8)
+    with int8.disable_adapter():
+        found["INT8, layers 0 and 2 in BF16, adapter off"] = logits(int8)
+    backend.remove()
+    found["merged into INT8"] = logits(int8.merge_and_unload().eval())
+    names = list(found)
+    for i, a in enumerate(names):
+        for b in names[:i]:
+            assert not torch.equal(found[a], found[b]), (a, b)

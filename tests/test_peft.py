@@ -21,7 +21,7 @@ from peft import (
     prepare_model_for_kbit_training,
 )
 from peft.utils import get_peft_model_state_dict
-from transformers import Trainer, TrainerCallback
+from transformers import BitsAndBytesConfig, LlamaModel, Trainer, TrainerCallback
 
 from hf_gnmr import GNMRCallback, SetupError
 from hf_gnmr.backends.int8 import Int8Backend
@@ -189,6 +189,23 @@ def test_reference_logits_with_the_adapter_off_leave_the_reading_alone(tiny, tra
         trainer_for(with_lora(load_int8(tiny)), GNMRCallback(**MOVING), trainer_class=Referenced).train()
         traces[kind] = [(line["norms"], line["active"], line["loss"]) for line in trace_lines(tmp_path / "run")[1]]
     assert traces["plain"] == traces["no_grad"] == traces["with grad"]
+
+
+def test_a_bare_decoder_without_a_head(tiny, trainer_for, tmp_path):
+    """Its output has no loss; one is made from the hidden states."""
+
+    class Embedding(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            inputs.pop("labels", None)
+            return model(**inputs).last_hidden_state.float().square().mean()
+
+    base = LlamaModel.from_pretrained(
+        tiny, dtype=torch.bfloat16, quantization_config=BitsAndBytesConfig(load_in_8bit=True)
+    )
+    trainer_for(with_lora(base), GNMRCallback(**MOVING), trainer_class=Embedding).train()
+    header, lines = trace_lines(tmp_path / "run")
+    assert [unit["name"] for unit in header["units"]] == [f"layers.{i}" for i in range(3)]
+    assert all(norm > 0 for line in lines for norm in line["norms"]) and moves(lines)
 
 
 def test_adapters_outside_the_layers_are_refused_and_named(tiny, trainer_for):

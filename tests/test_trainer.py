@@ -8,12 +8,13 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from conftest import byte_tokenizer, load_int8, token_rows, trace_lines, with_lora
+from accelerate.state import AcceleratorState, DistributedType, PartialState
+from conftest import byte_tokenizer, load_bf16, load_int8, token_rows, trace_lines, with_lora
 from peft import LoraConfig
 from safetensors.torch import load_file
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
-from hf_gnmr import GNMRCallback, GNMRTrainerMixin
+from hf_gnmr import GNMRCallback, GNMRSession, GNMRTrainerMixin, SetupError
 from hf_gnmr.backends.switchable import SwitchableLinear8bitLt
 
 MOVING = {"max_o": 1, "alpha": 0.9, "alpha_init_fraction": 0.0}
@@ -222,6 +223,30 @@ def test_one_process_that_was_asked_for_is_not_talked_about(trainer_for, tiny, c
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     trainer_for(with_lora(load_int8(tiny)), GNMRCallback(), max_steps=1).train()
     assert "WORLD SIZE" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP", "MEGATRON_LM"])
+def test_engines_that_keep_the_gradients_are_refused(trainer_for, tiny, monkeypatch, kind):
+    """Both under the Trainer and in a loop of one's own."""
+    model = with_lora(load_int8(tiny))
+    trainer = trainer_for(model, GNMRCallback())
+    distributed = AcceleratorState().distributed_type
+    with monkeypatch.context() as patch:
+        for attempt in (
+            lambda: GNMRSession(model, alpha_init_fraction=0.0),
+            lambda: GNMRCallback().on_train_begin(trainer.args, TrainerState(max_steps=6), None, model=model),
+        ):
+            patch.setitem(PartialState._shared_state, "distributed_type", getattr(DistributedType, kind))
+            with pytest.raises(SetupError, match="unclipped norm cannot be read"):
+                attempt()
+    assert AcceleratorState().distributed_type == distributed and is_plain(model)
+
+
+def test_data_parallel_over_a_16_bit_model_is_refused(tiny, monkeypatch):
+    arguments = TrainingArguments("/nowhere", use_cpu=True, report_to=[])
+    monkeypatch.setattr(type(arguments), "n_gpu", property(lambda self: 2))
+    with pytest.raises(SetupError, match="one process per GPU"):
+        GNMRCallback(backend="none").rehearse(arguments, with_lora(load_bf16(tiny)))
 
 
 # -- TRL -------------------------------------------------------------------------------------------------------------------
