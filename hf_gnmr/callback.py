@@ -21,7 +21,8 @@ from .checks import refuse_unreadable_gradients, refuse_windows_never_full
 from .config import ConfigError, GNMRConfig, SetupError
 from .controller import Controller, Decision
 from .journal import TRACE_FILE
-from .session import GNMRSession, Options, make_config, take_over
+from .options import Options, make_config, take_over
+from .session import GNMRSession
 from .units import Unit
 
 
@@ -32,10 +33,13 @@ class GNMRCallback(TrainerCallback, ExportableState):
         config: thresholds and budget; None means the defaults of `GNMRConfig`. Its fields may also be given as keywords.
         backend: "int8" (bitsandbytes INT8 ↔ BF16) or "none" (monitor only).
         trigger: "gnmr", "none" (all on the low-cost path) or "all" (all on the recovery path).
-        recovery: "host" (original BF16 weights) or "dequantize" (BF16 compute on dequantised weights).
+        recovery: the store of recovery weights: "host" (originals off the device), "device" (both paths resident, about two
+            bytes a weight) or "dequantize" (BF16 compute on the 8-bit weights).
         recovery_source: folder or Hub id of the original weights; None: what the model was loaded from.
         layers: pattern for the decoder layers of an unknown architecture, e.g. "transformer.blocks.*".
         eval_path: path in eval mode: "low", "recovery" or "active".
+        max_recovery_memory: device memory that lifted layers may add, instead of max_o: bytes, "6GB", "500MiB".
+        pin_memory: with "host" on an accelerator, hold the originals in pinned host memory.
         trace_path: file for the trace; None: `trace.jsonl` in the Trainer's output_dir; False: no trace, no summary.
 
     Raises:
@@ -53,11 +57,15 @@ class GNMRCallback(TrainerCallback, ExportableState):
         recovery_source: str | os.PathLike[str] | None = None,
         layers: str | None = None,
         eval_path: str = "low",
+        max_recovery_memory: int | str | None = None,
+        pin_memory: bool = False,
         trace_path: str | os.PathLike[str] | bool | None = None,
         **settings: Any,
     ) -> None:
         self.config = make_config(config, settings, "GNMRCallback")
-        self.options = Options(backend, trigger, recovery, recovery_source, layers, eval_path)
+        self.options = Options(
+            backend, trigger, recovery, recovery_source, max_recovery_memory, pin_memory, layers, eval_path
+        )
         if trace_path is not None and trace_path is not False and not isinstance(trace_path, (str, os.PathLike)):
             raise ConfigError(f"trace_path={trace_path!r}: a path, None or False is allowed")
         self.trace_path = trace_path
@@ -124,7 +132,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
     def rehearse(self, args: TrainingArguments, model: nn.Module) -> None:
         """Raise what train begin would raise about this model, and leave it as it is."""
         refuse_unreadable_gradients(args, model)
-        _, backend = take_over(model, self.config, self.options)
+        _, backend, _ = take_over(model, self.config, self.options)
         backend.remove()
 
     def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -167,6 +175,8 @@ class GNMRCallback(TrainerCallback, ExportableState):
                 "recovery_source": None if options.recovery_source is None else str(options.recovery_source),
                 "layers": options.layers,
                 "eval_path": options.eval_path,
+                "max_recovery_memory": options.max_recovery_memory,
+                "pin_memory": options.pin_memory,
                 "trace_path": self.trace_path if isinstance(self.trace_path, bool) or self.trace_path is None
                 else str(self.trace_path),
             },

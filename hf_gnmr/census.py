@@ -21,6 +21,7 @@ def take_census(units: Sequence[Unit], backend: Backend, controller: Controller)
         "max_o": controller.max_o,
         "recovery_bytes_bound": backend.recovery_bytes_bound(controller.most_active()),
         "resident_bytes": backend.resident_bytes,
+        "host_bytes": backend.host_bytes,
         **backend.census(),
     }
 
@@ -59,13 +60,14 @@ def census_in_words(census: dict[str, Any]) -> list[str]:
         return [*lines, f"GNMR: {census['path']}"]
     left = ", ".join(f"{count} {kind}" for kind, count in census["modules_not_switched"].items())
     left = f"NOT switched: {left}, {census['bytes_not_switched']:,} bytes" if left else "none left out"
+    host = f", {census['host_bytes']:,} in the host's memory" if census["host_bytes"] else ""
     lines += [
         f"GNMR: {census['modules_switched']} modules switched, {census['share_switched']:.1%} of the layers' frozen weight "
         f"bytes ({left})",
         f"GNMR: low-cost path: {census['low_path']}; {census['bytes_low']:,} bytes",
         f"GNMR: recovery path: {census['recovery_path']} ({census['recovery_source']}); {census['bytes_recovery']:,} bytes "
         f"for all layers, at most {census['recovery_bytes_bound']:,} added at a time, {census['resident_bytes']:,} resident "
-        "whatever is active",
+        f"whatever is active{host}",
         f"GNMR: evaluation during training runs the {census['eval_path']} path",
     ]
     if "note" in census:

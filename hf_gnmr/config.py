@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import warnings
 from dataclasses import dataclass
 from fractions import Fraction
@@ -143,3 +144,24 @@ def _check_max_o(value: Any) -> int | float:
     if not 0.0 < float(value) < 1.0:
         raise ConfigError(f"max_o={value!r}: {allowed} is allowed")
     return float(value)
+
+
+SIZES = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def parse_bytes(name: str, value: int | str) -> int:
+    """A size in bytes from a whole number or text such as "6GB" (decimal) or "500MiB" (binary).
+
+    Raises:
+        ConfigError: anything else, or a size that is not above 0.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
+    if match and match[2].lower() in SIZES:
+        size = int(float(match[1]) * SIZES[match[2].lower()])
+    elif isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        size = 0
+    if size <= 0:
+        raise ConfigError(f"{name}={value!r}: a number of bytes above 0 is allowed, or text such as '6GB' or '500MiB'")
+    return size

@@ -93,7 +93,11 @@ class BackendSection:
 
     name: str = "int8"
     recovery: str = "host"
+    """The store of recovery weights: ``host``, ``device`` or ``dequantize``."""
     recovery_source: str | None = None
+    max_recovery_memory: int | str | None = None
+    """Device memory that lifted layers may add, instead of gnmr.max_o: bytes, ``6GB``, ``500MiB``."""
+    pin_memory: bool = False
     eval_path: str = "low"
 
 

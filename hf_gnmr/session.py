@@ -23,7 +23,7 @@ import math
 import os
 import time
 import uuid
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -31,79 +31,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .backends import BACKENDS, Backend, check_backend
-from .backends.int8 import check_options
 from .census import census_in_words, take_census, trace_header
-from .checks import one_process_of_several, refuse_partitioned_gradients, scaler_missing
-from .config import ConfigError, GNMRConfig, SetupError
+from .checks import one_process_of_several, scaler_missing
+from .config import GNMRConfig, SetupError
 from .controller import Bools, Controller, Decision
 from .gradients import GradientNorms, Reading
 from .journal import TRACE_FILE, Journal, say, write_summary
-from .triggers import check_trigger, make_trigger
-from .units import Unit, find_units
-
-
-@dataclass(frozen=True)
-class Options:
-    """What is switched and how, beside the thresholds; checked on construction.
-
-    Raises:
-        ConfigError: an option's value that is not allowed, by name.
-    """
-
-    backend: str = "int8"
-    """"int8" (bitsandbytes INT8 ↔ BF16) or "none" (monitor only)."""
-    trigger: str = "gnmr"
-    """"gnmr", "none" (all on the low-cost path) or "all" (all on the recovery path)."""
-    recovery: str = "host"
-    """"host" (original BF16 weights) or "dequantize" (BF16 compute on dequantised weights)."""
-    recovery_source: str | os.PathLike[str] | None = None
-    """Folder or Hub id of the original weights; None: what the model was loaded from."""
-    layers: str | None = None
-    """Pattern for the decoder layers of an unknown architecture, e.g. "transformer.blocks.*"."""
-    eval_path: str = "low"
-    """Path in eval mode: "low", "recovery" or "active"."""
-
-    def __post_init__(self) -> None:
-        check_backend(self.backend)
-        check_trigger(self.trigger)
-        check_options(recovery=self.recovery, recovery_source=self.recovery_source, eval_path=self.eval_path)
-        if self.layers is not None and not isinstance(self.layers, str):
-            raise ConfigError(f"layers={self.layers!r}: a pattern such as 'transformer.blocks.*', or None, is allowed")
-        if self.backend == "none" and self.trigger != "gnmr":
-            raise ConfigError(
-                f"trigger={self.trigger!r} with backend='none': nothing is switched, leave the trigger at 'gnmr'"
-            )
-
-
-def make_config(config: GNMRConfig | dict[str, Any] | None, settings: dict[str, Any], owner: str) -> GNMRConfig:
-    """A configuration from an object, a dict or keywords, of which only one may be given."""
-    known = [field.name for field in fields(GNMRConfig)]
-    for name in [*settings, *(config if isinstance(config, dict) else {})]:
-        if name not in known:
-            raise ConfigError(f"{owner} has no argument {name!r}: GNMRConfig's fields are {', '.join(known)}")
-    if config is not None and settings:
-        raise ConfigError(f"give config= or its fields as keywords, not both (got {', '.join(settings)})")
-    if isinstance(config, dict):
-        config = GNMRConfig(**config)
-    if config is not None and not isinstance(config, GNMRConfig):
-        raise ConfigError(f"config={config!r}: a GNMRConfig is allowed")
-    return config or GNMRConfig(**settings)
-
-
-def take_over(model: nn.Module, config: GNMRConfig, options: Options) -> tuple[list[Unit], Backend]:
-    """Find the units of `model` and make them switchable, or refuse (`Backend.remove` undoes it)."""
-    refuse_partitioned_gradients()
-    units = find_units(model, options.layers)
-    more: dict[str, Any] = {}
-    if options.backend == "int8":
-        more = {"recovery": options.recovery, "recovery_source": options.recovery_source, "eval_path": options.eval_path}
-    backend = BACKENDS[options.backend](model, units, **more)
-    count = int(backend.recoverable.sum())
-    if count and isinstance(config.max_o, int) and config.max_o > count:
-        backend.remove()
-        raise ConfigError(f"max_o={config.max_o}: the model has {count} recoverable units, at most that is allowed")
-    return units, backend
+from .options import Options, make_config, take_over
+from .triggers import make_trigger
 
 
 class GNMRSession:
@@ -159,12 +94,13 @@ class GNMRSession:
         self._reading: Reading | None = None
         self._micro_batches = 0
         self._withheld = False
-        self.units, self.backend = take_over(model, self.config, options)
+        self.units, self.backend, self.config = take_over(model, self.config, options)
         try:
             self.controller: Controller = make_trigger(
                 options.trigger, len(self.units), self.config, total_steps=total_steps, recoverable=self.backend.recoverable
             )
             self._gradients = GradientNorms(model, self.units, scaler)
+            self.backend.reserve(self.controller.most_active())
             self.backend.apply(self.controller.active)
         except BaseException:
             self.backend.remove()

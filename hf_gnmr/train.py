@@ -102,6 +102,8 @@ def train(recipe: Recipe) -> dict[str, Any]:
         recovery=recipe.backend.recovery,
         recovery_source=recipe.backend.recovery_source,
         eval_path=recipe.backend.eval_path,
+        max_recovery_memory=recipe.backend.max_recovery_memory,
+        pin_memory=recipe.backend.pin_memory,
         layers=recipe.model.layers,
     )
     check_source(recipe.data)

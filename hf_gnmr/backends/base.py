@@ -36,11 +36,19 @@ class Backend(ABC):
     bytes_added: Counts
     """Bytes that a unit adds on the device while it is active (ΔM), beyond what is resident anyway."""
     resident_bytes: int = 0
-    """Bytes that the store of recovery weights holds in memory whatever is active."""
+    """Bytes that the store of recovery weights holds in the device's memory (a CPU's anonymous one) whatever is active."""
+    host_bytes: int = 0
+    """Bytes that it holds in the host's anonymous memory, where that is not the device."""
+    holds_all: bool = True
+    """Whether all units can be active at once, whatever maxO is."""
 
     @abstractmethod
     def __init__(self, model: nn.Module, units: Sequence[Unit], **options: Any) -> None:
         """Make the model's units switchable, or raise SetupError; every unit starts on the low-cost path."""
+
+    def reserve(self, units: int) -> None:
+        """Make room for as many active units at a time; before the first `apply`."""
+        return None
 
     @abstractmethod
     def apply(self, active: Bools) -> int:

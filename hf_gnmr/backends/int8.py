@@ -1,7 +1,7 @@
 """INT8 ↔ BF16: the frozen base's bitsandbytes linears, each decoder layer switchable to its original BF16 weights.
 
-What the two paths are stands in `switchable`, where the originals come from in `originals`; here they become units with
-bytes and a census.
+What the two paths are stands in `switchable`, where the originals come from in `originals`, where they are kept in `stores`;
+here they become units with bytes and a census.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from ..config import ConfigError, SetupError
 from ..controller import Bools
 from ..units import Unit, base_model, canonical
 from .base import Backend
-from .originals import Original, find_originals
+from .originals import find_originals
+from .slots import Slots
+from .store import Store
+from .stores import Decoded, Dequantised, InPlace
 from .switchable import SwitchableLinear8bitLt, UnitPath, make_plain, make_switchable, restore_plain
 
 CAST_NOTES = logging.getLogger("bitsandbytes.autograd._functions")
-RECOVERIES = ("host", "dequantize")
+RECOVERIES = ("host", "device", "dequantize")
 EVAL_PATHS = ("low", "recovery", "active")
 
 
@@ -36,8 +39,10 @@ class Int8Backend(Backend):
     Args:
         model: a model loaded with `BitsAndBytesConfig(load_in_8bit=True)`, usually under PEFT.
         units: its monitored layers.
-        recovery: "host" (original weights, kept off an accelerator until needed) or "dequantize".
+        recovery: the store (`stores`): "host" (originals off the device; on a CPU used where they lie), "device" (both paths
+            resident) or "dequantize" (no originals).
         recovery_source: folder or Hub id of the original weights; None: the one the model was loaded from.
+        pin_memory: with "host" on an accelerator, hold the originals in pinned host memory.
         eval_path: path in eval mode: "low", "recovery", or "active" (whatever training runs at that moment).
 
     Raises:
@@ -54,9 +59,12 @@ class Int8Backend(Backend):
         *,
         recovery: str = "host",
         recovery_source: str | os.PathLike[str] | None = None,
+        pin_memory: bool = False,
         eval_path: str = "low",
     ) -> None:
-        check_options(recovery=recovery, recovery_source=recovery_source, eval_path=eval_path)
+        check_options(
+            recovery=recovery, recovery_source=recovery_source, eval_path=eval_path, pin_memory=pin_memory
+        )
         self.recovery, self.eval_path = recovery, eval_path
         restore_plain(model)
         base = base_model(model)
@@ -70,40 +78,39 @@ class Int8Backend(Backend):
         for module in flat.values():
             if module.weight.CB is not None:
                 module.init_8bit_state()
-        originals: dict[str, Original] = {}
+        on_accelerator = any(is_accelerator(m.state.CB.device) for m in flat.values())
+        if pin_memory and not on_accelerator:
+            raise SetupError("pin_memory=True is for copies to an accelerator; this model's 8-bit weights are on the CPU")
         self.source = "dequantised 8-bit weights; no originals"
-        if recovery == "host":
-            originals, self.source = find_originals(base, flat, recovery_source)
-
-        # On an accelerator the originals stay on the host, and a unit's come over while it is lifted.
-        self._hosted_apart = recovery == "host" and any(is_accelerator(m.state.CB.device) for m in flat.values())
+        if recovery == "dequantize":
+            self.store: Store = Dequantised(self.modules)
+        else:
+            in_place = recovery == "host" and not on_accelerator
+            found, self.source, watch = find_originals(base, flat, recovery_source, cast=in_place)
+            originals = {module: found[name] for name, module in flat.items()}
+            if in_place:
+                self.store = InPlace(self.modules, originals, watch)
+            elif recovery == "host":
+                self.store = Slots(self.modules, originals, watch, pin=pin_memory)
+            else:
+                self.store = Decoded(self.modules, originals)
         CAST_NOTES.addFilter(quiet)
         self.paths = [UnitPath() for _ in units]
         for path, modules in zip(self.paths, self.modules, strict=True):
             path.in_eval = eval_path == "recovery"
             for module in modules:
-                make_switchable(module, path, originals.get(names[module]), on_host=self._hosted_apart)
-        self._account(units, originals)
+                make_switchable(module, path, self.store.product(module), originals=recovery != "dequantize")
+        self._account(units)
         self._active = np.zeros(len(units), dtype=bool)
 
-    def _account(self, units: Sequence[Unit], originals: dict[str, Original]) -> None:
+    def _account(self, units: Sequence[Unit]) -> None:
         self.recoverable = np.array([bool(modules) for modules in self.modules])
-        weights = np.array([sum(m.state.CB.numel() for m in modules) for modules in self.modules], dtype=np.int64)
         rows = np.array([sum(m.state.SCB.numel() for m in modules) for modules in self.modules], dtype=np.int64)
+        weights = self.store.weights
         self.bytes_low = weights + 4 * rows
-        self.bytes_recovery = 2 * weights if self.recovery == "host" else np.zeros_like(weights)
-        copied = sum(2 * o.weight.numel() for o in originals.values() if not o.mapped)
-        self.resident_bytes = copied
-        if self._hosted_apart or not originals:
-            self.bytes_added = self.bytes_recovery.copy()
-        else:
-            # On the CPU the original is used where it lies: mapped pages come in with use, a copy is there anyway.
-            mapped = [
-                sum(2 * m._gnmr_original.weight.numel() for m in modules if m._gnmr_original.mapped)
-                for modules in self.modules
-            ]
-            self.bytes_added = np.array(mapped, dtype=np.int64)
-        self._copied_modules = sum(not o.mapped for o in originals.values())
+        self.bytes_recovery = 2 * weights if self.recovery != "dequantize" else np.zeros_like(weights)
+        self.bytes_added, self.resident_bytes = self.store.bytes_added, self.store.resident_bytes
+        self.host_bytes, self.holds_all = self.store.host_bytes, self.store.holds_all
         # Frozen matrices of the layers that bitsandbytes left as they were (fused experts, routers, skipped modules).
         self._left: Counter[str] = Counter()
         self._left_bytes: Counter[str] = Counter()
@@ -116,6 +123,10 @@ class Int8Backend(Backend):
                     self._left[type(module).__name__] += 1
                     self._left_bytes[type(module).__name__] += sum(p.numel() * p.element_size() for p in matrices)
 
+    def reserve(self, units: int) -> None:
+        # Evaluation on the recovery path needs one slot to pass the units through.
+        self.store.reserve(max(units, 1) if self.eval_path == "recovery" else units)
+
     def apply(self, active: Bools) -> int:
         unit = int(np.flatnonzero(self.recoverable)[0])
         if getattr(self.modules[unit][0], "_gnmr_path", None) is not self.paths[unit]:
@@ -124,16 +135,13 @@ class Int8Backend(Backend):
                 "taken away in mid-training (restore_plain). Use one callback, until training ends"
             )
         changed = np.flatnonzero(active != self._active)
+        if changed.size:
+            self.store.apply(active)
         for unit in changed.tolist():
-            on = bool(active[unit])
             path = self.paths[unit]
-            path.in_train = on
+            path.in_train = bool(active[unit])
             if self.eval_path == "active":
-                path.in_eval = on
-            if self._hosted_apart:
-                for module in self.modules[unit]:
-                    device = module.state.CB.device
-                    module._gnmr_on_device = module._gnmr_original.weight.to(device, non_blocking=True) if on else None
+                path.in_eval = path.in_train
         self._active = np.array(active, dtype=bool)
         return changed.size
 
@@ -142,6 +150,7 @@ class Int8Backend(Backend):
             for module in modules:
                 if module.__dict__.get("_gnmr_path") is path:  # not if another run has taken the model over
                     make_plain(module)
+        self.store.close()
         CAST_NOTES.removeFilter(quiet)
 
     def census(self) -> dict[str, Any]:
@@ -151,11 +160,7 @@ class Int8Backend(Backend):
             "modules_not_switched": {kind: self._left[kind] for kind, _ in self._left_bytes.most_common()},
             "bytes_not_switched": left,
             "low_path": low_path_in_words(self.modules[int(np.flatnonzero(self.recoverable)[0])][0]),
-            "recovery_path": (
-                "BF16 product with the original BF16 weights"
-                if self.recovery == "host"
-                else "BF16 product with DEQUANTISED 8-bit weights (not the originals)"
-            ),
+            "recovery_path": self.store.in_words(),
             "recovery": self.recovery,
             "recovery_source": self.source,
             "eval_path": self.eval_path,
@@ -163,9 +168,11 @@ class Int8Backend(Backend):
             "bytes_recovery": int(self.bytes_recovery.sum()),
             "share_switched": round(low / (low + left), 4),
         }
-        if self._copied_modules:
+        if isinstance(self.store, Slots):
+            lines["slot_bytes"] = self.store.slot_bytes
+        if isinstance(self.store, InPlace) and self.store.copies:
             lines["note"] = (
-                f"{self._copied_modules} weights held as one BF16 copy in memory ({self.resident_bytes:,} bytes, "
+                f"{self.store.copies} weights held as one BF16 copy in memory ({self.resident_bytes:,} bytes, "
                 "resident whatever is active)"
             )
         return lines
@@ -191,7 +198,7 @@ def cast_notes_silenced() -> Iterator[None]:
         CAST_NOTES.removeFilter(quiet)
 
 
-def check_options(*, recovery: str, recovery_source: object, eval_path: str) -> None:
+def check_options(*, recovery: str, recovery_source: object, eval_path: str, pin_memory: object = False) -> None:
     """Raise ConfigError for an option's value that is not allowed."""
     if recovery not in RECOVERIES:
         raise ConfigError(f"recovery={recovery!r}: one of {', '.join(map(repr, RECOVERIES))} is allowed")
@@ -199,6 +206,8 @@ def check_options(*, recovery: str, recovery_source: object, eval_path: str) -> 
         raise ConfigError(f"eval_path={eval_path!r}: one of {', '.join(map(repr, EVAL_PATHS))} is allowed")
     if recovery_source is not None and not isinstance(recovery_source, (str, os.PathLike)):
         raise ConfigError(f"recovery_source={recovery_source!r}: a folder, a Hub id or None is allowed")
+    if not isinstance(pin_memory, bool) or (pin_memory and recovery != "host"):
+        raise ConfigError(f"pin_memory={pin_memory!r}: true or false is allowed, and true with recovery='host' only")
     if recovery == "dequantize" and recovery_source is not None:
         raise ConfigError(f"recovery_source={recovery_source!r} is not read with recovery='dequantize': give one of them")
 

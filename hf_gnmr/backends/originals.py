@@ -11,6 +11,7 @@ the original.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import weakref
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from ..config import SetupError
 from ..units import canonical
+from .pages import Watch, file_backed
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -48,7 +50,8 @@ class Original:
     """The BF16 weight of one module."""
 
     weight: Tensor
-    """BF16 on the CPU, in the checkpoint's orientation: (out, in), or (in, out) for a former Conv1D."""
+    """On the CPU, in the checkpoint's orientation: (out, in), or (in, out) for a former Conv1D. Where it is not BF16
+    (only if it was asked for uncast), the original is its cast to BF16."""
     transposed: bool
     """True for (in, out)."""
     mapped: bool
@@ -56,17 +59,22 @@ class Original:
 
 
 def find_originals(
-    base: nn.Module, modules: Mapping[str, bnb.nn.Linear8bitLt], source: str | os.PathLike[str] | None
-) -> tuple[dict[str, Original], str]:
+    base: nn.Module,
+    modules: Mapping[str, bnb.nn.Linear8bitLt],
+    source: str | os.PathLike[str] | None,
+    *,
+    cast: bool = True,
+) -> tuple[dict[str, Original], str, Watch | None]:
     """The original weights of `modules`.
 
     Args:
         base: the transformers model (below PEFT).
         modules: 8-bit modules by canonical name (``model.layers.0.self_attn.q_proj``).
         source: folder or Hub id to read instead of the one the model was loaded from.
+        cast: make a BF16 copy of what is not BF16; False: leave it mapped as it is.
 
     Returns:
-        The originals by the same names, and where they came from, in words.
+        The originals by the same names, where they came from, in words, and a watch on the files that are still needed.
 
     Raises:
         SetupError: no originals, unreadable or truncated files, wrong shapes, or weights that do not quantise to the
@@ -77,11 +85,12 @@ def find_originals(
             name: Original(IN_MEMORY[module], is_transposed(module), mapped=False) for name, module in modules.items()
         }
         where = "in memory, kept when the model was converted"
+        files: list[Path] = []
     else:
-        found, where = _from_checkpoint(base, modules, source)
+        found, where, files = _from_checkpoint(base, modules, source, cast)
     for name, module in modules.items():
         _check(name, module, found[name], where)
-    return found, where
+    return found, where, Watch(files) if any(original.mapped for original in found.values()) else None
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -90,8 +99,8 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def _from_checkpoint(
-    base: nn.Module, modules: Mapping[str, nn.Module], source: str | os.PathLike[str] | None
-) -> tuple[dict[str, Original], str]:
+    base: nn.Module, modules: Mapping[str, nn.Module], source: str | os.PathLike[str] | None, cast: bool
+) -> tuple[dict[str, Original], str, list[Path]]:
     from safetensors import SafetensorError, safe_open
 
     config = getattr(base, "config", None)
@@ -120,7 +129,7 @@ def _from_checkpoint(
             fused.setdefault(target, (converter, []))[1].append((key, pattern))
         elif target in wanted:
             tensor = handles[keys[key]].get_tensor(key)
-            found[wanted[target]] = _original(key, tensor, modules[wanted[target]], mapped=True)
+            found[wanted[target]] = _original(key, tensor, modules[wanted[target]], mapped=True, cast=cast)
     for target, (converter, members) in fused.items():
         if not any(name not in found for name in modules):
             break
@@ -130,14 +139,19 @@ def _from_checkpoint(
         for full_name, tensor in converter.convert(target, model=base, config=config).items():
             tensor = tensor[0] if isinstance(tensor, list) else tensor
             if full_name in wanted:
-                found[wanted[full_name]] = _original(full_name, tensor.clone(), modules[wanted[full_name]], mapped=False)
+                module = modules[wanted[full_name]]
+                found[wanted[full_name]] = _original(full_name, tensor.clone(), module, mapped=False, cast=True)
     missing = [name for name in modules if name not in found]
     if missing:
         raise SetupError(
             f"{name_or_path} has no weight for {len(missing)} of {len(modules)} 8-bit modules, the first: "
             f"{missing[0]}. {WAYS_OUT}"
         )
-    return found, name_or_path
+    mapped = [name for name, original in found.items() if original.mapped]
+    for name, is_mapped in zip(mapped, file_backed(found[name].weight for name in mapped), strict=True):
+        if not is_mapped:  # safetensors read it into memory after all
+            found[name] = dataclasses.replace(found[name], mapped=False)
+    return found, name_or_path, files
 
 
 def _map_keys(base: nn.Module, keys: list[str]) -> list[tuple[str, str, str, Any]]:
@@ -162,10 +176,10 @@ def _map_keys(base: nn.Module, keys: list[str]) -> list[tuple[str, str, str, Any
     return result
 
 
-def _original(key: str, tensor: Tensor, module: nn.Module, *, mapped: bool) -> Original:
+def _original(key: str, tensor: Tensor, module: nn.Module, *, mapped: bool, cast: bool) -> Original:
     if tensor.dtype not in FLOATS:
         raise SetupError(f"{key} is {tensor.dtype} in the checkpoint, not an original weight. {WAYS_OUT}")
-    if tensor.dtype is not torch.bfloat16:
+    if cast and tensor.dtype is not torch.bfloat16:
         tensor, mapped = tensor.to(torch.bfloat16), False
     return Original(tensor, is_transposed(module), mapped)
 
@@ -216,7 +230,7 @@ def _check(name: str, module: bnb.nn.Linear8bitLt, original: Original, where: st
             f"{name} is {tuple(codes.shape)} in the model and {tuple(weight.shape)} in {where}. {WAYS_OUT}"
         )
     rows = torch.linspace(0, codes.shape[0] - 1, min(SAMPLE_ROWS, codes.shape[0])).long()
-    sample = weight[rows].to(codes.device, torch.float16).contiguous()
+    sample = weight[rows].to(codes.device, torch.bfloat16).to(torch.float16).contiguous()
     expected_codes, expected_scales, _ = bnb.functional.int8_vectorwise_quant(sample)
     rows = rows.to(codes.device)
     difference = (expected_codes.int() - codes[rows].int()).abs()

@@ -20,10 +20,9 @@ import bitsandbytes as bnb
 import torch
 from bitsandbytes.autograd._functions import MatMul8bitLt
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..config import SetupError
-from .originals import Original
+from .product import Product
 
 
 class UnitPath:
@@ -40,8 +39,8 @@ class SwitchableLinear8bitLt(bnb.nn.Linear8bitLt):
     """A `Linear8bitLt` with a second, BF16 path. Made by `make_switchable` only."""
 
     _gnmr_path: UnitPath
-    _gnmr_original: Original | None
-    _gnmr_on_device: Tensor | None
+    _gnmr_product: Product
+    _gnmr_checked: bool
 
     # Under torch.compile a path that is read while tracing would be a guard: each new choice of layers would compile anew.
     # Run as it is, between graphs that know of no path, a choice costs no recompilation. (bitsandbytes' own forward breaks
@@ -74,27 +73,15 @@ class SwitchableLinear8bitLt(bnb.nn.Linear8bitLt):
 
     def _bf16(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(torch.bfloat16)
-        h = x.to(torch.bfloat16)
-        original = self._gnmr_original
-        if original is None:
-            if self.weight.CB is not None:
-                self.init_8bit_state()
-            return _DequantizedLinear.apply(h, self.state.CB, self.state.SCB, bias)
         known = self.__dict__["_gnmr_weight"]
         # A new parameter around the same codes (DoRA again) is no other weight.
-        if self.weight is not known and self.weight.data_ptr() != known.data_ptr():
+        if self._gnmr_checked and self.weight is not known and self.weight.data_ptr() != known.data_ptr():
             raise SetupError(
                 "the 8-bit weight of a switched module was replaced (adapters merged into it?) while its recovery path "
                 "still holds the original: end training first, or, after one that was broken off, call "
                 "hf_gnmr.restore_plain(model)"
             )
-        weight = self._gnmr_on_device
-        if weight is None:
-            weight = original.weight.to(x.device)
-        if original.transposed:
-            # The product that transformers' Conv1D does, in its orientation, so that results agree bit for bit.
-            return torch.mm(h, weight) if bias is None else torch.addmm(bias, h, weight)
-        return F.linear(h, weight, bias)
+        return self._gnmr_product(x.to(torch.bfloat16), bias)
 
     def init_8bit_state(self) -> None:
         """Move codes and scales from the parameter to `state`, as bitsandbytes does before a product."""
@@ -116,42 +103,20 @@ class SwitchableLinear8bitLt(bnb.nn.Linear8bitLt):
                 self.weight.SCB = None
 
 
-class _DequantizedLinear(torch.autograd.Function):
-    """BF16 product with codes × scale / 127, the weight rebuilt in forward and backward and never kept."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.codes, ctx.scale = codes, scale
-        return F.linear(x, dequantize(codes, scale), bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor | None]:
-        grad_x = grad @ dequantize(ctx.codes, ctx.scale) if ctx.needs_input_grad[0] else None
-        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[3] else None
-        return grad_x, None, None, grad_bias
-
-
-def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
-    """codes: int8 (out, in); scale: fp32 (out,), the row's largest magnitude. Returns BF16 (out, in)."""
-    return codes.to(torch.bfloat16).mul_(scale.unsqueeze(1) / 127.0)
-
-
-def make_switchable(
-    module: bnb.nn.Linear8bitLt, path: UnitPath, original: Original | None, *, on_host: bool = False
-) -> None:
+def make_switchable(module: bnb.nn.Linear8bitLt, path: UnitPath, product: Product, *, originals: bool) -> None:
     """Give `module` its second path.
 
     Args:
         module: an 8-bit linear whose state is initialised.
         path: the switch, shared by the modules of a unit.
-        original: the BF16 weight; None: the recovery path dequantises the codes.
-        on_host: the original waits on the host until it is put in `_gnmr_on_device`; False: it is used where it lies.
+        product: the recovery path's BF16 product (`Store.product`).
+        originals: it holds originals, so that codes which were replaced since must not be passed over.
     """
     module.__class__ = SwitchableLinear8bitLt
-    module._gnmr_path, module._gnmr_original = path, original
+    module._gnmr_path, module._gnmr_checked = path, originals
+    module.__dict__["_gnmr_product"] = product
     # Past nn.Module.__setattr__, which would register a second parameter.
     module.__dict__["_gnmr_weight"] = module.weight
-    module._gnmr_on_device = original.weight if original is not None and not on_host else None
     _rebind(module)
 
 
@@ -161,7 +126,7 @@ def make_plain(module: Any) -> None:
         if module.weight.CB is not None:
             module.init_8bit_state()
         module.__class__ = bnb.nn.Linear8bitLt
-        for name in ("_gnmr_path", "_gnmr_original", "_gnmr_on_device", "_gnmr_weight"):
+        for name in ("_gnmr_path", "_gnmr_product", "_gnmr_checked", "_gnmr_weight"):
             module.__dict__.pop(name, None)
         _rebind(module)
 

@@ -1,0 +1,142 @@
+"""Where the recovery path's weights are, and how an active unit gets at them: one class a store.
+
+* `InPlace` (`host` on a CPU): the mapped checkpoint is used where it lies, and pages are given back; what is not BF16 there
+  is held as one BF16 copy.
+* `Slots` (`host` on an accelerator): the mapped checkpoint or pinned host memory, copied beside the computation into a few
+  slots on the device that are allocated once.
+* `Decoded` (`device`): one byte a weight beside the 8-bit ones; the original is decoded at each use, in one workspace.
+* `Dequantised` (`dequantize`): nothing is kept.
+
+A store makes, for each module, a function from BF16 input and bias to the BF16 product; it is told the active set after
+every decision, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..controller import Bools
+from .originals import Original
+from .pages import Watch, give_back
+from .product import Product, RebuiltLinear, dequantize, multiply
+from .residual import Residual, Workspace, decode, encode
+from .slot_cache import SlotCache
+from .store import Module, Store, Worker
+
+
+class InPlace(Store):
+    """Originals used where they lie, on the CPU. Mapped pages are kept for `units` layers and given back beyond that."""
+
+    def __init__(
+        self, modules: Sequence[Sequence[Module]], originals: dict[Module, Original], watch: Watch | None
+    ) -> None:
+        super().__init__(modules)
+        self.originals, self._watch = originals, watch
+        mapped = [[originals[m].weight for m in members if originals[m].mapped] for members in self.modules]
+        self._mapped: list[list[Tensor]] = mapped
+        self.bytes_added = np.array([sum(2 * t.numel() for t in tensors) for tensors in mapped], dtype=np.int64)
+        self.resident_bytes = sum(2 * o.weight.numel() for o in originals.values() if not o.mapped)
+        self.copies = sum(not o.mapped for o in originals.values())
+        self._cache = SlotCache([1] * len(self.modules), len(self.modules))
+        self._worker = Worker()
+        for tensors in mapped:
+            give_back(tensors)  # what the check of the codes has read
+
+    def product(self, module: Module) -> Product:
+        original = self.originals[module]
+        weight, transposed = original.weight, original.transposed
+
+        def product(x: Tensor, bias: Tensor | None) -> Tensor:
+            return multiply(x, weight, bias, transposed)
+
+        return product
+
+    def reserve(self, units: int) -> None:
+        self._cache = SlotCache([1] * len(self.modules), units)
+
+    def apply(self, active: Bools) -> None:
+        before = list(self._cache.holds)
+        brought = self._cache.place(np.flatnonzero(active).tolist())
+        if brought and self._watch is not None:
+            self._watch.check()
+        gone = [before[slot] for _, slot in brought if before[slot] is not None]
+        if gone:
+            self._worker.start(lambda: give_back(t for unit in gone if unit is not None for t in self._mapped[unit]))
+
+    def close(self) -> None:
+        self._worker.close()
+        for tensors in self._mapped:
+            give_back(tensors)
+        self._watch = None
+
+    def in_words(self) -> str:
+        return "BF16 product with the original BF16 weights, used where they lie"
+
+
+class Decoded(Store):
+    """Both paths resident: codes, scales, and one residual byte a weight, from which originals are decoded at each use."""
+
+    def __init__(self, modules: Sequence[Sequence[Module]], originals: dict[Module, Original]) -> None:
+        super().__init__(modules)
+        self._workspaces: dict[torch.device, Workspace] = {}
+        largest: dict[torch.device, int] = {}
+        for module in originals:
+            device = module.state.CB.device
+            largest[device] = max(largest.get(device, 0), module.state.CB.numel())
+        for device, weights in largest.items():
+            self._workspaces[device] = Workspace(weights, device)
+        self._residuals: dict[Module, tuple[Residual, bool]] = {}
+        for module, original in originals.items():
+            weight = original.weight.T if original.transposed else original.weight
+            codes, scale = module.state.CB, module.state.SCB
+            weight = weight.to(codes.device, torch.bfloat16)
+            self._residuals[module] = encode(weight, codes, scale, self._workspaces[codes.device]), original.transposed
+            if original.mapped:
+                give_back([original.weight])
+        self.exceptions = sum(residual.index.numel() for residual, _ in self._residuals.values())
+        self.resident_bytes = sum(residual.nbytes for residual, _ in self._residuals.values())
+        self.resident_bytes += sum(workspace.nbytes for workspace in self._workspaces.values())
+
+    def product(self, module: Module) -> Product:
+        residual, transposed = self._residuals[module]
+        workspace = self._workspaces[module.state.CB.device]
+
+        def weight() -> Tensor:
+            decoded = decode(residual, module.state.CB, module.state.SCB, workspace)
+            return decoded.t().contiguous() if transposed else decoded
+
+        def product(x: Tensor, bias: Tensor | None) -> Tensor:
+            return RebuiltLinear.apply(x, weight, bias, transposed)
+
+        return product
+
+    def close(self) -> None:
+        self._residuals, self._workspaces = {}, {}
+
+    def in_words(self) -> str:
+        return (
+            "BF16 product with the original BF16 weights, decoded at each use from the 8-bit codes and one byte more a "
+            f"weight ({self.exceptions:,} exceptions)"
+        )
+
+
+class Dequantised(Store):
+    """No originals: codes × scale / 127."""
+
+    def product(self, module: Module) -> Product:
+        def weight() -> Tensor:
+            if module.weight.CB is not None:
+                module.init_8bit_state()
+            return dequantize(module.state.CB, module.state.SCB)
+
+        def product(x: Tensor, bias: Tensor | None) -> Tensor:
+            return RebuiltLinear.apply(x, weight, bias, False)
+
+        return product
+
+    def in_words(self) -> str:
+        return "BF16 product with DEQUANTISED 8-bit weights (not the originals)"

@@ -1,0 +1,141 @@
+"""What is switched and how: options checked on construction, and a model taken over under them or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import nn
+
+from .backends import BACKENDS, Backend, check_backend
+from .backends.int8 import check_options
+from .checks import refuse_partitioned_gradients
+from .config import ConfigError, GNMRConfig, parse_bytes
+from .triggers import check_trigger
+from .units import Unit, find_units
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is switched and how, beside the thresholds; checked on construction.
+
+    Raises:
+        ConfigError: an option's value that is not allowed, by name.
+    """
+
+    backend: str = "int8"
+    """"int8" (bitsandbytes INT8 ↔ BF16) or "none" (monitor only)."""
+    trigger: str = "gnmr"
+    """"gnmr", "none" (all on the low-cost path) or "all" (all on the recovery path)."""
+    recovery: str = "host"
+    """The store of recovery weights: "host", "device" (original BF16 weights both) or "dequantize" (the 8-bit ones)."""
+    recovery_source: str | os.PathLike[str] | None = None
+    """Folder or Hub id of the original weights; None: what the model was loaded from."""
+    max_recovery_memory: int | str | None = None
+    """Device memory that the lifted units may add, instead of max_o: bytes, or "6GB", "500MiB"."""
+    pin_memory: bool = False
+    """With "host" on an accelerator: hold the originals in pinned host memory."""
+    layers: str | None = None
+    """Pattern for the decoder layers of an unknown architecture, e.g. "transformer.blocks.*"."""
+    eval_path: str = "low"
+    """Path in eval mode: "low", "recovery" or "active"."""
+
+    def __post_init__(self) -> None:
+        check_backend(self.backend)
+        check_trigger(self.trigger)
+        check_options(
+            recovery=self.recovery, recovery_source=self.recovery_source, eval_path=self.eval_path,
+            pin_memory=self.pin_memory,
+        )
+        if self.layers is not None and not isinstance(self.layers, str):
+            raise ConfigError(f"layers={self.layers!r}: a pattern such as 'transformer.blocks.*', or None, is allowed")
+        if self.backend == "none" and self.trigger != "gnmr":
+            raise ConfigError(
+                f"trigger={self.trigger!r} with backend='none': nothing is switched, leave the trigger at 'gnmr'"
+            )
+        if self.max_recovery_memory is not None:
+            parse_bytes("max_recovery_memory", self.max_recovery_memory)
+            if self.backend == "none" or self.recovery == "dequantize" or self.trigger != "gnmr":
+                raise ConfigError(
+                    f"max_recovery_memory={self.max_recovery_memory!r} bounds what chosen units add; there is nothing to "
+                    f"bound with backend={self.backend!r}, recovery={self.recovery!r}, trigger={self.trigger!r}"
+                )
+
+
+def make_config(config: GNMRConfig | dict[str, Any] | None, settings: dict[str, Any], owner: str) -> GNMRConfig:
+    """A configuration from an object, a dict or keywords, of which only one may be given."""
+    known = [field.name for field in fields(GNMRConfig)]
+    for name in [*settings, *(config if isinstance(config, dict) else {})]:
+        if name not in known:
+            raise ConfigError(f"{owner} has no argument {name!r}: GNMRConfig's fields are {', '.join(known)}")
+    if config is not None and settings:
+        raise ConfigError(f"give config= or its fields as keywords, not both (got {', '.join(settings)})")
+    if isinstance(config, dict):
+        config = GNMRConfig(**config)
+    if config is not None and not isinstance(config, GNMRConfig):
+        raise ConfigError(f"config={config!r}: a GNMRConfig is allowed")
+    return config or GNMRConfig(**settings)
+
+
+def take_over(
+    model: nn.Module, config: GNMRConfig, options: Options
+) -> tuple[list[Unit], Backend, GNMRConfig]:
+    """Find the units of `model` and make them switchable, or refuse (`Backend.remove` undoes it).
+
+    Returns:
+        Units, backend, and the configuration with the max_o that `max_recovery_memory` comes to.
+    """
+    refuse_partitioned_gradients()
+    units = find_units(model, options.layers)
+    more: dict[str, Any] = {}
+    if options.backend == "int8":
+        more = {
+            "recovery": options.recovery,
+            "recovery_source": options.recovery_source,
+            "pin_memory": options.pin_memory,
+            "eval_path": options.eval_path,
+        }
+    backend = BACKENDS[options.backend](model, units, **more)
+    count = int(backend.recoverable.sum())
+    try:
+        if count and isinstance(config.max_o, int) and config.max_o > count:
+            raise ConfigError(f"max_o={config.max_o}: the model has {count} recoverable units, at most that is allowed")
+        config = within_memory(config, options, backend)
+        if config.fidelity_warmup and not backend.holds_all and config.resolve_max_o(count) < count:
+            raise ConfigError(
+                f"fidelity_warmup={config.fidelity_warmup} lifts all {count} units, and recovery={options.recovery!r} holds "
+                f"{config.resolve_max_o(count)} of them on this device: use recovery='device', which holds all, or none"
+            )
+    except BaseException:
+        backend.remove()
+        raise
+    return units, backend, config
+
+
+def within_memory(config: GNMRConfig, options: Options, backend: Backend) -> GNMRConfig:
+    """`config` with the largest max_o of which any choice of units stays within `max_recovery_memory`.
+
+    Raises:
+        ConfigError: no unit fits, the fidelity warm-up does not, max_o is given as well, or units add nothing.
+    """
+    if options.max_recovery_memory is None:
+        return config
+    given = f"max_recovery_memory={options.max_recovery_memory!r}"
+    budget = parse_bytes("max_recovery_memory", options.max_recovery_memory)
+    if config.max_o != GNMRConfig().max_o:
+        raise ConfigError(f"{given} and max_o={config.max_o!r}: give one of them")
+    count = int(backend.recoverable.sum())
+    bounds = [backend.recovery_bytes_bound(units) for units in range(count + 1)]
+    if bounds[-1] == 0:
+        raise ConfigError(f"{given}: lifted units add no memory here (recovery={options.recovery!r}); give max_o instead")
+    fitting = max(units for units, size in enumerate(bounds) if size <= budget)
+    if fitting == 0:
+        raise ConfigError(f"{given} is below one unit: the largest adds {bounds[1]:,} bytes")
+    if config.fidelity_warmup and fitting < count:
+        raise ConfigError(
+            f"{given} and fidelity_warmup={config.fidelity_warmup}: the warm-up lifts all {count} units, which add "
+            f"{bounds[-1]:,} bytes"
+        )
+    return dataclasses.replace(config, max_o=fitting)
