@@ -68,11 +68,13 @@ def main() -> None:
         output_dir=options.output_dir,
     )
     accelerator.register_for_checkpointing(session)
-    saved = sorted(options.output_dir.glob("state-*"), key=lambda folder: int(folder.name.split("-")[1]))
+    saved = sorted(options.output_dir.glob("state-*[0-9]"), key=lambda folder: int(folder.name.split("-")[1]))
     if saved:
         accelerator.load_state(str(saved[-1]))
 
     windows = len(loader) // options.accumulation  # optimizer steps of an epoch
+    if windows == 0:
+        raise SystemExit(f"{len(texts)} rows make no window of {options.accumulation} x {options.batch_size}")
     model.train()
     while session.steps_done < options.steps:
         epoch, done = divmod(session.steps_done, windows)
@@ -97,7 +99,12 @@ def main() -> None:
             step = session.steps_done
             accelerator.print(f"step {step}: loss {loss.item():.4f} {session.scalars()}")
             if step % options.save_steps == 0:
-                accelerator.save_state(str(options.output_dir / f"state-{step}"))
+                # Whole or not there: a run that is killed while it saves leaves no folder of this name.
+                unfinished = options.output_dir / f"unfinished-{step}"
+                accelerator.save_state(str(unfinished))
+                accelerator.wait_for_everyone()
+                if accelerator.is_main_process:
+                    unfinished.replace(options.output_dir / f"state-{step}")
             if step in (options.steps, options.stop_after):
                 break
         if session.steps_done == options.stop_after:

@@ -124,6 +124,11 @@ def build_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
     )
 
 
+def base_config() -> LlamaConfig:
+    """The built-in model's configuration, without training or loading it."""
+    return build_config(build_tokenizer())
+
+
 def pretrained_base(
     cache_dir: str | os.PathLike[str] | None = None, *, steps: int | None = None, seed: int = 0
 ) -> Path:

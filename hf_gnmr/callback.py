@@ -74,6 +74,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
         self._state: dict[str, Any] | None = None
         """The controller's state in the checkpoint that this callback was built anew from, if it was."""
         self._run_id: str | None = None
+        self._setup: dict[str, Any] | None = None
         self._micro_batches = 0
 
     @property
@@ -115,6 +116,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
             total_steps=state.max_steps,
             gradient_accumulation_steps=args.gradient_accumulation_steps,
             scaler=getattr(kwargs.get("optimizer"), "scaler", None),
+            reduced=True,
         )
         try:
             session.main_process = state.is_world_process_zero
@@ -183,6 +185,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
             "attributes": {
                 "_state": self.controller.state_dict() if self.controller is not None else self._state,
                 "_run_id": self._run_id,
+                "_setup": self._setup if self.session is None else self.session.setup(),
             },
         }
 
@@ -195,7 +198,8 @@ class GNMRCallback(TrainerCallback, ExportableState):
         if state.global_step == 0:
             return
         saved = attributes.get("_state")
-        session.resume(state.global_step, saved, None if saved is None else attributes.get("_run_id"))
+        run_id = None if saved is None else attributes.get("_run_id")
+        session.resume(state.global_step, saved, run_id, attributes.get("_setup"))
         if saved is None:
             warnings.warn(
                 f"resumed at step {state.global_step} from a checkpoint without GNMR state: the history starts anew",

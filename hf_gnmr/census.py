@@ -56,6 +56,16 @@ def census_in_words(census: dict[str, Any]) -> list[str]:
         f"GNMR: {census['units']} units (decoder layers with trainable parameters), {census['recoverable_units']} "
         f"recoverable; backend {census['backend']}, trigger {census['trigger']}, maxO {census['max_o']}"
     ]
+    elsewhere = [
+        f"{count:,} {what}"
+        for key, what in (
+            ("trainable_parameters_elsewhere", "trainable parameters"),
+            ("modules_8bit_elsewhere", "8-bit modules, which stay so"),
+        )
+        if (count := census.get(key, 0))
+    ]
+    if elsewhere:
+        lines.append(f"GNMR: outside these layers, neither watched nor switched: {'; '.join(elsewhere)}")
     if "path" in census:
         return [*lines, f"GNMR: {census['path']}"]
     left = ", ".join(f"{count} {kind}" for kind, count in census["modules_not_switched"].items())

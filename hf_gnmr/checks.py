@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState, DistributedType
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainingArguments
 
 from .config import SetupError
@@ -27,7 +28,7 @@ def one_process_of_several() -> str | None:
     `accelerate launch --cpu --num_processes 2` starts one process, without a word; all that is left of the request is the
     address at which the processes would have met.
     """
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    if _distributed() and torch.distributed.get_world_size() > 1:
         return None
     told = {name: os.environ[name] for name in LAUNCHED if os.environ.get(name, "1") not in ("", "1")}
     if told:
@@ -51,8 +52,31 @@ def scaler_missing(scaled: bool) -> str | None:
     return None
 
 
-def refuse_partitioned_gradients() -> None:
+def refuse_unreduced_gradients(model: nn.Module) -> None:
+    """Raise SetupError in a loop of one's own on several processes whose gradients no one is known to average.
+
+    Under a Trainer the callback is given the model below DDP, and the Trainer sees to it.
+    """
+    world = torch.distributed.get_world_size() if _distributed() else 1
+    if world > 1 and not any(isinstance(m, DistributedDataParallel) for m in (model, getattr(model, "_orig_mod", None))):
+        raise SetupError(
+            f"{world} processes, and the model is not under DistributedDataParallel: gradients averaged by hand are read "
+            "before they are averaged, and each process would decide for itself. Give the model that accelerator.prepare "
+            "(or DistributedDataParallel) returned"
+        )
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def refuse_partitioned_gradients(model: nn.Module) -> None:
     """Raise SetupError under engines that keep the gradients to themselves."""
+    if any(hasattr(p, "device_mesh") for p in model.parameters()):
+        raise SetupError(
+            "the model's parameters are DTensors (fully_shard, tensor parallelism): a layer's unclipped norm cannot be read "
+            "from a shard. Use one process, DDP, or device_map"
+        )
     kind = AcceleratorState().distributed_type if AcceleratorState._shared_state else DistributedType.NO
     if kind in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM):
         raise SetupError(
@@ -63,7 +87,7 @@ def refuse_partitioned_gradients() -> None:
 
 def refuse_unreadable_gradients(args: TrainingArguments, model: nn.Module) -> None:
     """Raise SetupError for a Trainer's set-up in which the unclipped gradient cannot be read, or paths be switched."""
-    refuse_partitioned_gradients()
+    refuse_partitioned_gradients(model)
     _refuse_optimizer(str(getattr(args.optim, "value", args.optim)))
     if args.n_gpu > 1 and not getattr(base_model(model), "is_loaded_in_8bit", False):
         raise SetupError(

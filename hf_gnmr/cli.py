@@ -17,10 +17,15 @@ def main(argv: list[str] | None = None) -> int:
     gguf = commands.add_parser("import-gguf", help="turn a GGUF file into a folder of BF16 safetensors")
     gguf.add_argument("gguf_file")
     gguf.add_argument("folder", help="to be made")
+    commands.add_parser("plan", help="what a recipe needs, without loading weights", add_help=False)
     if arguments[:1] == ["train"]:
         from .train import main as train
 
         return train(arguments[1:])
+    if arguments[:1] == ["plan"]:
+        from .plan import main as plan
+
+        return plan(arguments[1:])
     options = parser.parse_args(arguments)
     try:
         from .models import import_gguf

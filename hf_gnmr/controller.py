@@ -41,11 +41,13 @@ class Decision:
     gnmr: Floats
     delta_gnmr: Floats
     risk: Floats
-    """R = max(GNMR/α_t, ΔGNMR/β_t)."""
+    """R = max(GNMR/α_t, ΔGNMR/β_t); 0 where a unit was not seen."""
     triggered: Bools
     """Recoverable units with R ≥ 1."""
     active: Bools
     """Units on the recovery path in step t + 1."""
+    seen: Bools
+    """Units that had a gradient; of the others GNMR and ΔGNMR are nan."""
 
 
 class RiskMonitor:
@@ -67,16 +69,17 @@ class RiskMonitor:
         self.gnmr_count = np.zeros(num_units, dtype=np.int64)
         self._units = np.arange(num_units)
 
-    def observe(self, norms: Floats) -> tuple[Floats, Floats]:
+    def observe(self, norms: Floats, seen: Bools | None = None) -> tuple[Floats, Floats]:
         """Score one step and enter it into the history.
 
         Args:
             norms: gradient norms n[b, t], float64, shape (num_units,); inf and nan allowed.
+            seen: units that had a gradient; None: all. The others' history stays as it is.
 
         Returns:
-            GNMR and Δ-GNMR, float64, shape (num_units,) each; +inf where the norm is not finite.
+            GNMR and Δ-GNMR, float64, shape (num_units,) each; +inf where the norm is not finite, nan where not seen.
         """
-        finite = np.isfinite(norms)
+        finite = np.isfinite(norms) if seen is None else np.isfinite(norms) & seen
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             mean = self.norm_sum / self.norm_count
             gnmr = np.where((self.norm_count > 0) & (mean != 0), norms / mean, 1.0)
@@ -90,6 +93,8 @@ class RiskMonitor:
         self.norm_count += finite
         # A finite norm can still overflow the ratio; such a GNMR is no usable member of the window.
         usable = np.isfinite(gnmr)
+        if seen is not None:
+            gnmr[~seen] = delta_gnmr[~seen] = np.nan
         columns = self._units[usable]
         self.window[self.gnmr_count[usable] % self.delta, columns] = gnmr[usable]
         self.gnmr_count += usable
@@ -184,26 +189,31 @@ class Controller:
         self.active: Bools = self._paths(np.zeros(num_units, dtype=bool))
         """Units on the recovery path in the step that comes next, bool, shape (num_units,)."""
 
-    def step(self, norms: ArrayLike) -> Decision:
+    def step(self, norms: ArrayLike, seen: ArrayLike | None = None) -> Decision:
         """Read the norms of one optimizer step and decide about the next one.
 
         Args:
             norms: L2 norm of each unit's unclipped gradient, shape (num_units,); inf and nan are allowed and count as
                 the highest risk.
+            seen: bools, shape (num_units,): units that had a gradient at all; None: all. One that had none (a layer that was
+                skipped, or is frozen for a while) is not observed: a zero would pull its mean down, and its next ordinary
+                gradient would look like a spike.
 
         Raises:
             ValueError: wrong shape, or a negative norm.
         """
-        values = check_norms(norms, self.num_units)
+        there = np.ones(self.num_units, dtype=bool) if seen is None else np.array(seen, dtype=bool)
+        values = np.where(there, check_norms(norms, self.num_units), 0.0)
         self.steps_done += 1
         alpha = self.config.alpha_init if self.steps_done <= self.alpha_init_steps else self.config.alpha
         beta = self.config.beta
-        gnmr, delta_gnmr = self.monitor.observe(values)
+        gnmr, delta_gnmr = self.monitor.observe(values, there)
         risk = gnmr / alpha if beta is None else np.maximum(gnmr / alpha, delta_gnmr / beta)
+        risk[~there] = 0.0
         triggered, seated = self.policy.select(risk)
         self.active = self._paths(seated)
         return Decision(
-            self.steps_done, alpha, beta, gnmr, delta_gnmr, risk, triggered, self.active.copy()
+            self.steps_done, alpha, beta, gnmr, delta_gnmr, risk, triggered, self.active.copy(), there
         )
 
     def most_active(self) -> int:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,10 @@ FREE_ON_RESUME = re.compile(
 )
 CHECKPOINT = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 """Without these files a checkpoint cannot be gone on from exactly; the Trainer writes trainer_state.json last."""
+
+
+WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json", "adapter_model.bin")
+"""One of these holds the parameters."""
 
 
 class OutputFolder:
@@ -173,13 +178,22 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     A run that was killed while it saved leaves a folder that transformers' `get_last_checkpoint` (and
     `resume_from_checkpoint=True`) picks and then cannot read; this one goes by what is in it.
     """
-    whole = [p for p in Path(folder).glob("checkpoint-*") if p.name.split("-")[-1].isdigit() and is_whole(p)]
-    return max(whole, key=lambda p: int(p.name.split("-")[-1]), default=None)
+    there = [p for p in Path(folder).glob("checkpoint-*") if re.fullmatch(r"checkpoint-[0-9]+", p.name)]
+    whole = [p for p in there if is_whole(p)]
+    if there and not whole:
+        warnings.warn(
+            f"{folder} has {len(there)} checkpoints and none is whole ({', '.join(CHECKPOINT)} and weights; save_only_model "
+            "leaves them out): there is nothing to resume from",
+            stacklevel=2,
+        )
+    return max(whole, key=lambda p: int(p.name.split("-")[1]), default=None)
 
 
 def is_whole(checkpoint: Path) -> bool:
     """Whether the Trainer finished writing it, and it holds all that an exact resume takes."""
     if not all((checkpoint / name).is_file() for name in CHECKPOINT):
+        return False
+    if not any((checkpoint / name).is_file() for name in WEIGHTS):
         return False
     try:
         return isinstance(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8")), dict)

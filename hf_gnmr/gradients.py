@@ -14,6 +14,7 @@ there in float64, where squares neither overflow nor vanish.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from accelerate.state import GradientState
 from torch import Tensor, nn
 
 from .config import SetupError
-from .controller import Floats
+from .controller import Bools, Floats
 from .units import Unit, unwrap
 
 
@@ -35,6 +36,8 @@ class Reading:
 
     norms: Floats
     """L2 norm per unit, float64, shape (num_units,): accumulated, rank-averaged, unscaled, unclipped."""
+    seen: Bools
+    """Units of which at least one parameter had a gradient; the others' norm is 0 and means nothing."""
     total_norm: float
     """L2 norm over all trainable parameters, those outside the units included."""
     loss: float | None
@@ -71,7 +74,11 @@ class GradientNorms:
         self._scaler = scaler
         self._state = GradientState()
         self._armed = False
+        self._frozen = [p for p in unwrap(model).parameters() if not p.requires_grad and p.is_floating_point()]
         self._losses: list[Tensor] = []
+        self._weights: list[Tensor] = []
+        self._mark = 0
+        self._version = (0, 0)
         self._backwards = 0
         self._began: float | None = None
         self._pending: tuple[Tensor, list[int], bool] | None = None
@@ -98,6 +105,17 @@ class GradientNorms:
             return None
         vector, order, has_loss = self._pending
         self._pending = None
+        which, version = self._version
+        if self.parameters[which]._version != version:
+            raise SetupError(
+                "parameters were updated between the backward and the reading: it must come before the optimizer's step "
+                "(and before clipping)"
+            )
+        if any(p.requires_grad for p in self._frozen):
+            raise SetupError(
+                "parameters that were frozen when training began have become trainable (another adapter was made active, or "
+                "a layer unfrozen): they are in no unit. Make them trainable before training, and freeze them meanwhile"
+            )
         if not any(i < self._of_units for i in order):
             raise SetupError(
                 "none of the decoder layers' trainable parameters got a gradient in this step: another adapter was made "
@@ -122,11 +140,34 @@ class GradientNorms:
             norms = np.sqrt(np.add.reduceat(square[: self._of_units], self._segments))
             total_norm = float(np.sqrt(square.sum()))
         loss = float(values[len(order) + 1]) / (scale if scaled_loss else 1.0) if has_loss else None
+        seen = np.zeros(len(self.parameters), dtype=bool)
+        seen[order] = True
+        seen_units = np.logical_or.reduceat(seen[: self._of_units], self._segments)
+        if scaled_loss and self._scaler is None and _looks_scaled(float(values[len(order) + 2])):
+            raise SetupError(
+                f"the loss enters the backward times {values[len(order) + 2]:g}, as a loss scaler does it, and none was "
+                "given: its scale would be in every norm. Pass scaler= (accelerator.scaler)"
+            )
         backwards, began = self._backwards, self._began
-        self._losses, self._backwards, self._began = [], 0, None
+        self.discard()
         seconds = self._seconds + time.perf_counter() - start
         self._seconds = 0.0
-        return Reading(norms, total_norm, loss, seconds, backwards, start if began is None else began)
+        return Reading(norms, seen_units, total_norm, loss, seconds, backwards, start if began is None else began)
+
+    @property
+    def unread(self) -> int:
+        """Backward passes since the last reading."""
+        return self._backwards
+
+    def discard(self) -> None:
+        """Forget the backward passes since the last reading."""
+        self._pending, self._losses, self._weights, self.step_losses = None, [], [], []
+        self._backwards, self._began, self._mark = 0, None, 0
+
+    @property
+    def elsewhere(self) -> int:
+        """Trainable parameters in no unit (numbers, not tensors)."""
+        return sum(p.numel() for p in self.parameters[self._of_units :])
 
     def drop_gradients(self) -> None:
         """Take the gradients away before the optimizer sees them: it then updates nothing."""
@@ -139,7 +180,10 @@ class GradientNorms:
             return
         if self._began is None:
             self._began = time.perf_counter()
-        self._armed = False  # a backward that was broken off must not keep the next one from being read
+        if self._armed:  # a backward that was broken off: its losses are no part of the step, and the next one is read
+            del self._losses[self._mark :], self._weights[self._mark :]
+            self._armed = False
+        self._mark = len(self._losses)
         loss = getattr(output, "loss", None)
         for tensor in _tensors(output):
             if tensor.requires_grad:
@@ -173,9 +217,12 @@ class GradientNorms:
                 norms = torch._foreach_norm(grads, 2, torch.float32)  # type: ignore[arg-type]
                 parts.append(torch.stack(norms).to(home, non_blocking=True))
                 order += present
+        which = order[0] if order else 0
+        self._version = (which, self.parameters[which]._version)
         parts.append(self._scale(home))
         if self._losses:
             parts.append(torch.stack([x.to(home, torch.float32, non_blocking=True) for x in self._losses]).sum()[None])
+            parts.append(torch.stack([x.to(home, torch.float32, non_blocking=True) for x in self._weights]).sum()[None])
         # A loop without accelerate passes here after each micro-batch; the last one's vector is the one that counts.
         self._pending = (torch.cat(parts), order, bool(self._losses))
         if cuda:
@@ -204,7 +251,13 @@ class _LossHook:
 
     def __call__(self, grad: Tensor) -> None:
         self.norms._losses.append((self.loss.float() * grad.detach().float()).sum())
+        self.norms._weights.append(grad.detach().float().sum())
         self.norms._arm(grad)
+
+
+def _looks_scaled(weight: float) -> bool:
+    """Whether the weight of a step's loss (1 for a mean over the step) is a power of two as large as loss scalers'."""
+    return weight >= 256 and abs(math.log2(weight) - round(math.log2(weight))) < 1e-6
 
 
 def queue_callback(function: Any) -> None:

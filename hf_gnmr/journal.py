@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .census import summary_in_words
-from .controller import Bools, Decision
+from .controller import Bools, Decision, Floats
 from .gradients import Reading
 from .metrics import summarise
 from .trace import TraceError, TraceWriter, free_name, read_trace, write_json
@@ -66,9 +66,9 @@ class Journal:
             "step": step,
             "loss": reading.loss,
             "grad_norm": reading.total_norm,
-            "norms": reading.norms.tolist(),
-            "gnmr": decision.gnmr.tolist() if decision else None,
-            "delta_gnmr": decision.delta_gnmr.tolist() if decision else None,
+            "norms": _seen(reading.norms, reading.seen),
+            "gnmr": _seen(decision.gnmr, decision.seen) if decision else None,
+            "delta_gnmr": _seen(decision.delta_gnmr, decision.seen) if decision else None,
             "risk": decision.risk.tolist() if decision else None,
             "alpha": decision.alpha if decision else None,
             "beta": decision.beta if decision else None,
@@ -92,6 +92,11 @@ class Journal:
         """Close the trace; may be called twice."""
         if self._writer is not None:
             self._writer.close()
+
+
+def _seen(values: Floats, seen: Bools) -> list[float | None]:
+    """Values per unit; None where a unit had no gradient in this step."""
+    return [value if there else None for value, there in zip(values.tolist(), seen.tolist(), strict=True)]
 
 
 def write_summary(trace: Path, last_step: int) -> dict[str, Any] | None:

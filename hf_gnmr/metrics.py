@@ -36,7 +36,9 @@ def summarise(trace: Trace, last_step: int | None = None) -> dict[str, Any]:
         "steps": len(lines),
         "skipped_steps": len(lines) - len(counted),
         "missing_steps": sum(b["step"] - a["step"] - 1 for a, b in itertools.pairwise(lines)) + _cut_off(lines, last_step),
-        "non_finite_steps": sum(any(not math.isfinite(float(n)) for n in line["norms"]) for line in lines),
+        "non_finite_steps": sum(
+            any(n is not None and not math.isfinite(float(n)) for n in line["norms"]) for line in lines
+        ),
         "withheld_updates": sum(bool(line.get("update_withheld")) for line in lines),
         "backend": header["backend"],
         "trigger": header["trigger"],
@@ -83,9 +85,11 @@ def _share(part: float, whole: float) -> float | None:
 
 def _exceedance(lines: list[dict[str, Any]], units: list[int], score: str, threshold: str) -> float | None:
     """Share of (recoverable unit, step) pairs whose score reaches the threshold in force at that step."""
-    compared = [line for line in lines if line[threshold] is not None]
-    over = sum(float(line[score][unit]) >= line[threshold] for line in compared for unit in units)
-    return _share(over, len(compared) * len(units))
+    scores = [
+        (line[score][unit], line[threshold]) for line in lines if line[threshold] is not None for unit in units
+    ]
+    seen = [(float(value), limit) for value, limit in scores if value is not None]
+    return _share(sum(value >= limit for value, limit in seen), len(seen))
 
 
 def _dwell(lines: list[dict[str, Any]], units: int) -> dict[str, Any]:

@@ -49,6 +49,9 @@ def check_depth(source: str, section: ModelSection, gnmr: GNMRConfig, lora: Lora
         )
     except (OSError, ValueError) as error:
         raise RecipeError(f"model.name={section.name!r}: its configuration cannot be loaded: {error}") from error
+    for key, value in (section.architecture or {}).items():
+        if key != "dtype" and getattr(config, key, value) != value:
+            raise RecipeError(f"model.architecture.{key}={value!r}: {section.name} has {getattr(config, key)!r}")
     depth = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
     if depth is None:
         return
@@ -115,9 +118,24 @@ def add_adapters(model: Any, section: LoraSection, seed: int) -> Any:
     Raises:
         RecipeError: targets that match nothing, or an adapter that does not fit.
     """
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
-    config = LoraConfig(
+    try:
+        model = get_peft_model(model, lora_config(section))
+    except (ValueError, TypeError) as error:
+        raise RecipeError(f"lora (target_modules={section.target_modules!r}): {error}") from error
+    if section.init_adapter is None:
+        draw_adapters(model, seed)
+        return model
+    load_adapter(model, section.init_adapter, "lora.init_adapter")
+    return model
+
+
+def lora_config(section: LoraSection) -> Any:
+    """The section as PEFT's configuration."""
+    from peft import LoraConfig
+
+    return LoraConfig(
         task_type="CAUSAL_LM",
         r=section.r,
         lora_alpha=section.lora_alpha,
@@ -126,15 +144,6 @@ def add_adapters(model: Any, section: LoraSection, seed: int) -> Any:
         layers_to_transform=section.layers_to_transform,
         use_rslora=section.use_rslora,
     )
-    try:
-        model = get_peft_model(model, config)
-    except (ValueError, TypeError) as error:
-        raise RecipeError(f"lora (target_modules={section.target_modules!r}): {error}") from error
-    if section.init_adapter is None:
-        draw_adapters(model, seed)
-        return model
-    load_adapter(model, section.init_adapter, "lora.init_adapter")
-    return model
 
 
 def load_adapter(model: Any, folder: str, key: str) -> None:

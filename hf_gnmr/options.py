@@ -11,6 +11,7 @@ from torch import nn
 
 from .backends import BACKENDS, Backend, check_backend
 from .backends.int8 import check_options
+from .backends.switchable import restore_plain
 from .checks import refuse_partitioned_gradients
 from .config import ConfigError, GNMRConfig, parse_bytes
 from .triggers import check_trigger
@@ -87,7 +88,8 @@ def take_over(
     Returns:
         Units, backend, and the configuration with the max_o that `max_recovery_memory` comes to.
     """
-    refuse_partitioned_gradients()
+    refuse_partitioned_gradients(model)
+    restore_plain(model)  # of a training that was broken off: also where this backend switches nothing
     units = find_units(model, options.layers)
     more: dict[str, Any] = {}
     if options.backend == "int8":

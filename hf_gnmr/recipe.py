@@ -42,6 +42,9 @@ class ModelSection:
     """transformers' attention implementation; None: its default."""
     llm_int8_threshold: float = 6.0
     """LLM.int8's outlier threshold (backend int8)."""
+    architecture: dict[str, Any] | None = None
+    """transformers configuration values (`model_type` and dimensions) for `hf-gnmr plan`, where the model's own are not at
+    hand; a run holds them against the model's."""
     layers: str | None = None
     """Pattern for the decoder layers of an unknown architecture, e.g. ``transformer.blocks.*``."""
 

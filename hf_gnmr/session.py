@@ -23,6 +23,7 @@ import math
 import os
 import time
 import uuid
+import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,8 @@ import torch
 from torch import Tensor, nn
 
 from .census import census_in_words, take_census, trace_header
-from .checks import one_process_of_several, scaler_missing
-from .config import GNMRConfig, SetupError
+from .checks import one_process_of_several, refuse_unreduced_gradients, scaler_missing
+from .config import ConfigError, GNMRConfig, SetupError
 from .controller import Bools, Controller, Decision
 from .gradients import GradientNorms, Reading
 from .journal import TRACE_FILE, Journal, say, write_summary
@@ -53,6 +54,8 @@ class GNMRSession:
         gradient_accumulation_steps: micro-batches of a full window; shorter and longer ones are no step.
         scaler: the gradient scaler in use (`accelerator.scaler`), or None.
         output_dir: folder for `trace.jsonl` and `summary.json`; None: neither is written.
+        reduced: with several processes, a model that is not under DDP is taken on trust: the gradients are averaged by the
+            end of the backward (a Trainer's callback is given the model below DDP).
 
     Raises:
         ConfigError: a setting that is not allowed.
@@ -69,14 +72,26 @@ class GNMRSession:
         gradient_accumulation_steps: int = 1,
         scaler: Any = None,
         output_dir: str | os.PathLike[str] | None = None,
+        reduced: bool = False,
         **settings: Any,
     ) -> None:
+        ours = [f.name for f in fields(Options) if f.name in settings]
+        if options is not None and ours:
+            raise ConfigError(f"give options= or its fields as keywords, not both (got {', '.join(ours)})")
         if options is None:
             options = Options(**{f.name: settings.pop(f.name) for f in fields(Options) if f.name in settings})
         self.config = make_config(config, settings, type(self).__name__)
         self.options = options
         self.total_steps, self.accumulation = total_steps, gradient_accumulation_steps
         self.trace: Path | None = None if output_dir is None else Path(output_dir) / TRACE_FILE
+        if isinstance(total_steps, bool) or not (total_steps is None or (isinstance(total_steps, int) and total_steps > 0)):
+            raise ConfigError(f"total_steps={total_steps!r}: a whole number above 0, or None, is allowed")
+        if isinstance(gradient_accumulation_steps, bool) or not (
+            isinstance(gradient_accumulation_steps, int) and gradient_accumulation_steps > 0
+        ):
+            raise ConfigError(
+                f"gradient_accumulation_steps={gradient_accumulation_steps!r}: a whole number above 0 is allowed"
+            )
         self.main_process = not (torch.distributed.is_available() and torch.distributed.is_initialized()) or (
             torch.distributed.get_rank() == 0
         )
@@ -94,6 +109,11 @@ class GNMRSession:
         self._reading: Reading | None = None
         self._micro_batches = 0
         self._withheld = False
+        self._closed = False
+        self._odd_windows: list[int] | None = []
+        """Lengths of the windows so far, until one was whole."""
+        if not reduced:
+            refuse_unreduced_gradients(model)
         self.units, self.backend, self.config = take_over(model, self.config, options)
         try:
             self.controller: Controller = make_trigger(
@@ -109,10 +129,13 @@ class GNMRSession:
 
     def begin(self) -> None:
         """Print the census and open the trace; the first `observe` does so otherwise. After `load_state_dict`, if any."""
+        if self._begun:
+            return
         self._begun = True
         if not self.main_process:
             return
         census = take_census(self.units, self.backend, self.controller)
+        census["trainable_parameters_elsewhere"] = self._gradients.elsewhere
         for line in census_in_words(census):
             print(line, flush=True)
         for warning in (one_process_of_several(), scaler_missing(self._scaled)):
@@ -134,6 +157,10 @@ class GNMRSession:
         Raises:
             SetupError: no gradient was seen.
         """
+        if self._closed:
+            raise SetupError("this GNMRSession is closed: make a new one for another training")
+        if self._reading is not None:
+            raise SetupError("observe() a second time without decide(): call decide() after each optimizer step")
         if not self._begun:
             self.begin()
         reading = self._reading = self._gradients.read()
@@ -141,7 +168,8 @@ class GNMRSession:
             raise SetupError(
                 f"no gradient was seen at step {self.steps_done + 1}: the loss does not come from the outputs of the "
                 "model that was given (a custom compute_loss that calls an inner module?), the model was not in training "
-                "mode, or a second GNMRCallback is at work. Compute the loss from model(**inputs) after model.train(), so "
+                "mode, accelerate does not call this the last micro-batch (GradientState), or a second GNMRCallback is at "
+                "work. Compute the loss from model(**inputs) after model.train(), so "
                 "that the unclipped gradient can be read"
             )
         self._micro_batches = reading.backwards if micro_batches is None else micro_batches
@@ -161,6 +189,8 @@ class GNMRSession:
         Returns:
             The decision; None where this was no step for the controller (skipped, or a window of another length).
         """
+        if self._closed:
+            raise SetupError("this GNMRSession is closed: make a new one for another training")
         if self._reading is None:
             raise SetupError("decide() without observe(): call observe() after the backward, before clipping")
         start = time.perf_counter()
@@ -174,12 +204,13 @@ class GNMRSession:
             reason = f"window of {self._micro_batches} micro-batches instead of {self.accumulation}"
         decision = None
         if reason is None:
-            decision = self.decision = self.controller.step(reading.norms)
+            decision = self.decision = self.controller.step(reading.norms, reading.seen)
             self.backend.apply(decision.active)
         end = time.perf_counter()
         self.steps_done += 1
         if self.main_process:
             self._report(reading)
+            self._warn_of_odd_windows()
         self._shown = {} if decision is None else self._figures(decision, active)
         if self._journal is not None:
             self._journal.step(
@@ -199,7 +230,12 @@ class GNMRSession:
 
     def close(self) -> dict[str, Any] | None:
         """End: the model as it was, the summary written beside the trace and returned; may be called twice."""
-        journal = self._journal
+        journal, unread = self._journal, self._gradients.unread
+        if unread and not self.steps_done and not self._closed:
+            warnings.warn(
+                f"GNMRSession: {unread} backward passes and not one observe(): nothing was monitored or switched",
+                stacklevel=2,
+            )
         self.detach()
         if journal is not None:
             self.summary = write_summary(journal.path, self.steps_done)
@@ -207,16 +243,22 @@ class GNMRSession:
 
     def detach(self) -> None:
         """Take hooks and paths off the model and close the trace, without a summary; may be called twice."""
+        self._closed = True
         self._gradients.remove()
         self.backend.remove()
         if self._journal is not None:
             self._journal.close()
             self._journal = None
 
+    def discard(self) -> None:
+        """Forget the backward passes since the last step, for a loop that throws a batch away (and its gradients)."""
+        self._gradients.discard()
+        self._reading, self._withheld = None, False
+
     def note_loss(self, loss: Tensor) -> None:
         """Tell a micro-batch's loss, as it enters the backward; the trace has it where the model's own loss output takes
         no part (a loss computed outside the model)."""
-        self._gradients.step_losses.append(loss)
+        self._gradients.step_losses.append(loss.detach())
 
     def scalars(self) -> dict[str, float]:
         """The latest step's figures, for a logger.
@@ -228,32 +270,72 @@ class GNMRSession:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, as plain JSON values; `accelerator.register_for_checkpointing(session)` takes it."""
-        return {"controller": self.controller.state_dict(), "run_id": self.run_id, "steps_done": self.steps_done}
+        return {
+            "controller": self.controller.state_dict(),
+            "setup": self.setup(),
+            "run_id": self.run_id,
+            "steps_done": self.steps_done,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`: history, locks, active set and trace.
+        """Continue from `state_dict()`: history, locks, active set and trace; in mid-run too, to go back to an earlier step.
 
         Raises:
             ConfigError: a state of other settings or units.
         """
-        self.resume(int(state["steps_done"]), state["controller"], state["run_id"])
+        self.resume(int(state["steps_done"]), state["controller"], state["run_id"], state["setup"])
 
-    def resume(self, step: int, controller: dict[str, Any] | None, run_id: str | None) -> None:
+    def setup(self) -> dict[str, Any]:
+        """What a history belongs to, beside the controller's own settings: a resumed run must have the same."""
+        recovery = "none" if self.options.backend == "none" else self.options.recovery
+        return {
+            "layers": [unit.layer for unit in self.units],
+            "gradient_accumulation_steps": self.accumulation,
+            "recovery": "originals" if recovery in ("host", "device") else recovery,
+        }
+
+    def resume(
+        self, step: int, controller: dict[str, Any] | None, run_id: str | None, setup: dict[str, Any] | None = None
+    ) -> None:
         """Count on from optimizer step `step`, with the controller's state and in the trace of run `run_id`, if any."""
         if controller is not None:
+            for name, ours in self.setup().items():
+                if setup is not None and setup.get(name) != ours:
+                    raise ConfigError(
+                        f"the checkpoint was written with {name}={setup.get(name)!r}, this run has {ours!r}: resume with "
+                        "the model and settings of the checkpoint, or start anew"
+                    )
             self.controller.load_state_dict(controller)
             self.backend.apply(self.controller.active)
+        self.discard()
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+        self._begun = False
         self.run_id = run_id or self.run_id
         self.steps_done = step
         self._resumed = True
 
+    def _warn_of_odd_windows(self) -> None:
+        """Say so where no window has been a whole one yet: the controller would never decide."""
+        if self._odd_windows is None or self._micro_batches == self.accumulation:
+            self._odd_windows = None
+            return
+        self._odd_windows.append(self._micro_batches)
+        if len(self._odd_windows) == 3:
+            lengths = ", ".join(map(str, self._odd_windows))
+            say(
+                f"NO DECISION so far: the first windows had {lengths} micro-batches and not "
+                f"gradient_accumulation_steps={self.accumulation}. Set it to what a step really has"
+            )
+
     def _figures(self, decision: Decision, active: Bools) -> dict[str, float]:
         recoverable = int(self.backend.recoverable.sum())
-        finite = np.isfinite(decision.gnmr)
+        finite = np.isfinite(decision.gnmr)  # of a unit that was not seen: nan
         return {
             "gnmr/max": float(decision.gnmr[finite].max(initial=0.0)),
             "gnmr/delta_max": float(decision.delta_gnmr[finite].max(initial=0.0)),
-            "gnmr/not_finite": int((~finite).sum()),
+            "gnmr/not_finite": int((~finite & decision.seen).sum()),
             "gnmr/triggered": int(decision.triggered.sum()),
             "gnmr/active": int(active.sum()),
             "gnmr/promotion": float(active.sum() / recoverable) if recoverable else 0.0,
@@ -261,7 +343,7 @@ class GNMRSession:
 
     def _report(self, reading: Reading) -> None:
         """Say what must not go unnoticed. With a loss scaler, overflows are its daily business and it skips the update."""
-        bad = [self.units[i].layer for i in np.flatnonzero(~np.isfinite(reading.norms))]
+        bad = [self.units[i].layer for i in np.flatnonzero(~np.isfinite(reading.norms) & reading.seen)]
         if not self._scaled and (bad or self._withheld):
             where = f"in layer{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}" if bad else "outside the layers"
             update = "; the optimizer's update was withheld" if self._withheld else ""

@@ -315,7 +315,7 @@ def test_resuming_a_checkpoint_without_our_state_starts_the_history_anew_and_say
     assert callback.controller.steps_done == 3
 
 
-def test_a_run_may_be_prolonged_and_a_trace_of_other_settings_is_set_aside(trainer_for, tiny, tmp_path):
+def test_a_run_may_be_prolonged_and_the_trace_of_another_is_set_aside(trainer_for, tiny, tmp_path):
     run = str(tmp_path / "run")
     saving = {"output_dir": run, "save_strategy": "steps", "save_steps": 3}
     trainer_for(with_lora(load_int8(tiny)), GNMRCallback(max_o=1), max_steps=3, **saving).train()
@@ -327,8 +327,21 @@ def test_a_run_may_be_prolonged_and_a_trace_of_other_settings_is_set_aside(train
         trainer_for(with_lora(load_int8(tiny)), GNMRCallback(max_o=1, trigger="none"), **saving).train(
             resume_from_checkpoint=f"{run}/checkpoint-3"
         )
-    other = GNMRCallback(max_o=1, recovery="dequantize")
-    trainer_for(with_lora(load_int8(tiny)), other, **saving).train(resume_from_checkpoint=f"{run}/checkpoint-3")
+    for options, message in (
+        ({"recovery": "dequantize"}, "recovery='originals', this run has 'dequantize'"),
+        ({"accumulation": 2}, "gradient_accumulation_steps=1, this run has 2"),
+    ):
+        more = {"gradient_accumulation_steps": options.pop("accumulation", 1), **saving}
+        with pytest.raises(ConfigError, match=message):
+            trainer_for(with_lora(load_int8(tiny)), GNMRCallback(max_o=1, **options), **more).train(
+                resume_from_checkpoint=f"{run}/checkpoint-3"
+            )
+    header, *lines = (tmp_path / "run" / "trace.jsonl").read_text().splitlines()
+    other = json.loads(header) | {"run_id": "another"}
+    (tmp_path / "run" / "trace.jsonl").write_text("\n".join([json.dumps(other), *lines]) + "\n")
+    trainer_for(with_lora(load_int8(tiny)), GNMRCallback(max_o=1, recovery="device"), **saving).train(
+        resume_from_checkpoint=f"{run}/checkpoint-3"  # the same weights from another store: the same run
+    )
     assert [line["step"] for line in trace_lines(run)[1]] == [4, 5, 6]
     assert len(read_trace(tmp_path / "run" / "trace.1.jsonl").steps) == 6
     assert (tmp_path / "run" / "summary.1.json").exists()

@@ -11,10 +11,13 @@ import sys
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from conftest import load_int8, token_rows, trace_lines, with_lora
+from transformers import TrainerCallback
 
-from hf_gnmr import ConfigError, GNMRSession, SetupError
+from hf_gnmr import ConfigError, GNMRCallback, GNMRSession, SetupError, last_checkpoint
 from hf_gnmr.backends.switchable import SwitchableLinear8bitLt
+from hf_gnmr.options import Options
 
 EXAMPLE = pathlib.Path(__file__).parent.parent / "examples" / "accelerate_loop.py"
 BATCHES = [
@@ -155,3 +158,231 @@ def test_without_a_scaler_a_gradient_that_is_not_finite_updates_nothing(tiny, ca
     assert all(torch.equal(p, q) for p, q in zip((p for p in model.parameters() if p.requires_grad), before, strict=True))
     assert "step 1: gradient not finite in layer 1; the optimizer's update was withheld" in capsys.readouterr().out
     session.detach()
+
+
+# -- what would go unnoticed -------------------------------------------------------------------------------------------
+
+
+def new_session(model, **options):
+    return GNMRSession(model, **{"max_o": 1, "alpha_init_fraction": 0.0, **options})
+
+
+def test_a_wrong_accumulation_is_said_and_nonsense_is_refused(tiny, capsys):
+    model = with_lora(load_int8(tiny)).train()
+    session = new_session(model)
+    for step in range(3):
+        for i in range(2):
+            (model(**BATCHES[2 * step + i]).loss / 2).backward()
+        session.observe()
+        assert session.decide() is None
+        model.zero_grad()
+    assert "NO DECISION so far: the first windows had 2, 2, 2 micro-batches" in capsys.readouterr().out
+    session.detach()
+    for wrong in (0, -1, "4", 2.0, True):
+        with pytest.raises(ConfigError, match="gradient_accumulation_steps=.*a whole number above 0"):
+            new_session(model, gradient_accumulation_steps=wrong)
+    for wrong in (0, -3, "9", 1.5):
+        with pytest.raises(ConfigError, match="total_steps=.*a whole number above 0"):
+            new_session(model, total_steps=wrong)
+    with pytest.raises(ConfigError, match="give options= or its fields"):
+        GNMRSession(model, options=Options(), backend="none")
+
+
+def test_a_scaler_that_was_not_told_is_noticed(tiny):
+    model = with_lora(load_int8(tiny)).train()
+    session = new_session(model, gradient_accumulation_steps=2)
+    for i in range(2):
+        (model(**BATCHES[i]).loss / 2 * 65536).backward()
+    with pytest.raises(SetupError, match=r"times 65536, as a loss scaler does it.*Pass scaler="):
+        session.observe()
+    session.detach()
+    session = new_session(model)
+    model.zero_grad()
+    (model(**BATCHES[0]).loss * 1000).backward()  # a factor of one's own is no business of ours
+    session.observe()
+    session.detach()
+
+
+def test_an_order_in_which_nothing_can_be_protected_is_refused(tiny):
+    model = with_lora(load_int8(tiny)).train()
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
+    session = new_session(model)
+    model(**BATCHES[0]).loss.backward()
+    optimizer.step()
+    with pytest.raises(SetupError, match="must come before the optimizer's step"):
+        session.observe()
+    session.detach()
+
+
+def test_missing_calls_are_noticed(tiny):
+    model = with_lora(load_int8(tiny)).train()
+    session = new_session(model)
+    model(**BATCHES[0]).loss.backward()
+    with pytest.warns(UserWarning, match=r"1 backward passes and not one observe\(\)"):
+        session.close()
+    for call in (session.observe, session.decide):
+        with pytest.raises(SetupError, match="is closed"):
+            call()
+    session = new_session(model)
+    for _ in range(2):
+        model(**BATCHES[0]).loss.backward()
+        if session.steps_done == 0 and session._reading is None:
+            session.observe()
+    with pytest.raises(SetupError, match=r"a second time without decide"):
+        session.observe()
+    session.detach()
+
+
+def step(model, session, i):
+    model.zero_grad()
+    model(**BATCHES[i]).loss.backward()
+    session.observe()
+    return session.decide()
+
+
+def test_going_back_to_an_earlier_state_in_mid_run_keeps_the_trace_in_order(tiny, tmp_path):
+    model = with_lora(load_int8(tiny)).train()
+    session = new_session(model, output_dir=tmp_path / "run")
+    for i in range(2):
+        step(model, session, i)
+    state = json.loads(json.dumps(session.state_dict()))
+    for i in range(2, 4):
+        step(model, session, i)
+    session.load_state_dict(state)
+    session.begin()
+    session.begin()
+    for i in range(2, 5):
+        step(model, session, i)
+    summary = session.close()
+    assert [line["step"] for line in trace_lines(tmp_path / "run")[1]] == [1, 2, 3, 4, 5]
+    assert summary["steps"] == 5 and summary["missing_steps"] == 0
+    assert len((tmp_path / "run" / "trace.after-step-2.jsonl").read_text().splitlines()) == 2, "and loses no line"
+
+
+def test_a_state_of_other_layers_is_refused_by_name(tiny):
+    targets = {"target_modules": ["q_proj"]}
+    first = new_session(with_lora(load_int8(tiny), layers_to_transform=[0, 1], **targets))
+    second = new_session(with_lora(load_int8(tiny), layers_to_transform=[1, 2], **targets))
+    with pytest.raises(ConfigError, match=r"layers=\[0, 1\], this run has \[1, 2\]"):
+        second.load_state_dict(first.state_dict())
+
+
+def test_what_is_thrown_away_leaves_nothing_behind(tiny):
+    model = with_lora(load_int8(tiny)).train()
+    session = new_session(model)
+    step(model, session, 0)
+    with torch.no_grad():
+        expected = model(**BATCHES[1]).loss.item()
+    model(**BATCHES[2]).loss.backward()  # a batch that the loop does not like
+    model.zero_grad()
+    session.discard()
+    model(**BATCHES[1]).loss.backward()
+    reading = session.observe()
+    assert reading.backwards == 1 and reading.loss == pytest.approx(expected, rel=1e-5) and session.decide() is not None
+
+    def stop(grad):
+        raise RuntimeError("out of memory, say")
+
+    with torch.no_grad():
+        expected = model(**BATCHES[1]).loss.item()
+    loss = model(**BATCHES[2]).loss
+    handle = session.units[0].parameters[0].register_hook(stop)
+    with pytest.raises(RuntimeError, match="say"):
+        loss.backward()
+    handle.remove()
+    model.zero_grad()
+    model(**BATCHES[1]).loss.backward()
+    reading = session.observe()
+    assert reading.backwards == 1 and reading.loss == pytest.approx(expected, rel=1e-5)
+    session.detach()
+
+
+def test_several_processes_without_ddp_and_sharded_parameters_are_refused(tiny, monkeypatch):
+    model = with_lora(load_int8(tiny)).train()
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_gnmr.checks._distributed", lambda: True)
+        patch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        with pytest.raises(SetupError, match="2 processes, and the model is not under DistributedDataParallel"):
+            new_session(model)
+        new_session(model, reduced=True).detach()
+    next(p for p in model.parameters() if p.requires_grad).device_mesh = "sharded"
+    with pytest.raises(SetupError, match="DTensors"):
+        new_session(model)
+
+
+def test_layers_that_a_step_skips_are_not_observed_and_cause_no_spike(tmp_path, trainer_for):
+    """OPT's layerdrop: a skipped layer has no gradient at all, which is no zero."""
+    config = hf.OPTConfig(vocab_size=128, hidden_size=64, ffn_dim=96, num_hidden_layers=6, num_attention_heads=4,
+                          word_embed_proj_dim=64, max_position_embeddings=32, layerdrop=0.4, dropout=0.0)
+    torch.manual_seed(0)
+    hf.OPTForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "opt")
+    model = with_lora(load_int8(tmp_path / "opt"))
+    callback = GNMRCallback(max_o=2, alpha=1.9, alpha_init_fraction=0.0, beta=None)
+    trainer_for(model, callback, max_steps=24, learning_rate=1e-9, rows=[token_rows(1)[0]] * 96).train()
+    lines = trace_lines(tmp_path / "run")[1]
+    skipped = [(line["step"], unit) for line in lines for unit in range(6) if line["norms"][unit] is None]
+    assert 20 < len(skipped) < 100
+    for line in lines:
+        for unit in range(6):
+            unseen = line["norms"][unit] is None
+            assert (line["gnmr"][unit] is None) == (line["delta_gnmr"][unit] is None) == unseen
+            assert (line["risk"][unit] == 0) == unseen
+    assert callback.summary["gnmr_exceedance"] is not None and callback.summary["non_finite_steps"] == 0
+    ratios = [g for line in lines for g in line["gnmr"] if g is not None]
+    assert min(ratios) > 0.2, "no zero was taken for a norm"
+
+
+def test_a_baseline_after_a_training_that_was_broken_off_runs_the_plain_model(tiny, trainer_for, tmp_path):
+    class Stop(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                raise KeyboardInterrupt
+
+    def losses(model):
+        trainer_for(model, GNMRCallback(backend="none"), learning_rate=0.0).train()
+        return [line["loss"] for line in trace_lines(tmp_path / "run")[1]]
+
+    model = with_lora(load_int8(tiny))
+    with pytest.raises(KeyboardInterrupt):
+        trainer_for(model, GNMRCallback(trigger="all"), Stop(), learning_rate=0.0).train()
+    assert losses(model) == losses(with_lora(load_int8(tiny)))
+    assert not any(isinstance(m, SwitchableLinear8bitLt) for m in model.modules())
+
+
+def test_scales_that_doras_plain_forward_lost_are_told(tiny, trainer_for):
+    model = with_lora(load_int8(tiny), use_dora=True).eval()
+    with torch.no_grad():
+        model(**BATCHES[0])
+    with pytest.raises(SetupError, match="the scales of the 8-bit weights are lost: PEFT's DoRA"):
+        trainer_for(model, GNMRCallback()).train()
+
+
+def test_what_lies_outside_the_layers_is_said(tmp_path, trainer_for, capsys):
+    """An encoder-decoder model: the decoder is controlled, and the census does not hide the encoder."""
+    config = hf.BartConfig(vocab_size=128, d_model=64, encoder_layers=3, decoder_layers=3, encoder_attention_heads=4,
+                           decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, max_position_embeddings=32)
+    hf.BartForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(tmp_path / "bart")
+    model = hf.BartForConditionalGeneration.from_pretrained(
+        tmp_path / "bart", dtype=torch.bfloat16, quantization_config=hf.BitsAndBytesConfig(load_in_8bit=True)
+    )
+    trainer_for(with_lora(model), GNMRCallback(max_o=1)).train()
+    census = trace_lines(tmp_path / "run")[0]["census"]
+    assert census["modules_8bit_elsewhere"] == 3 * 6 and census["trainable_parameters_elsewhere"] > 0
+    assert "outside these layers, neither watched nor switched" in capsys.readouterr().out
+
+
+def test_the_last_whole_checkpoint_is_found_by_name_and_content(tmp_path):
+    def make(name, *files):
+        (tmp_path / name).mkdir()
+        for file in files:
+            (tmp_path / name / file).write_text("{}")
+
+    whole = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "adapter_model.safetensors")
+    assert last_checkpoint(tmp_path) is None
+    make("checkpoint-7", "adapter_model.safetensors")
+    with pytest.warns(UserWarning, match="1 checkpoints and none is whole"):
+        assert last_checkpoint(tmp_path) is None
+    make("checkpoint-3", *whole)
+    make("checkpoint-old-6", *whole)
+    make("checkpoint-5", *whole[:3])
+    assert last_checkpoint(tmp_path).name == "checkpoint-3"

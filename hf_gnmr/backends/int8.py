@@ -78,6 +78,11 @@ class Int8Backend(Backend):
         for module in flat.values():
             if module.weight.CB is not None:
                 module.init_8bit_state()
+            if module.state.SCB is None:
+                raise SetupError(
+                    "the scales of the 8-bit weights are lost: PEFT's DoRA drops them in a plain forward on a CPU (an "
+                    "evaluation before or between trainings). Load the model anew and train before evaluating"
+                )
         on_accelerator = any(is_accelerator(m.state.CB.device) for m in flat.values())
         if pin_memory and not on_accelerator:
             raise SetupError("pin_memory=True is for copies to an accelerator; this model's 8-bit weights are on the CPU")
@@ -101,6 +106,7 @@ class Int8Backend(Backend):
             for module in modules:
                 make_switchable(module, path, self.store.product(module), originals=recovery != "dequantize")
         self._account(units)
+        self._outside = sum(type(m) is bnb.nn.Linear8bitLt for m in base.modules())
         self._active = np.zeros(len(units), dtype=bool)
 
     def _account(self, units: Sequence[Unit]) -> None:
@@ -159,6 +165,7 @@ class Int8Backend(Backend):
             "modules_switched": sum(map(len, self.modules)),
             "modules_not_switched": {kind: self._left[kind] for kind, _ in self._left_bytes.most_common()},
             "bytes_not_switched": left,
+            "modules_8bit_elsewhere": self._outside,
             "low_path": low_path_in_words(self.modules[int(np.flatnonzero(self.recoverable)[0])][0]),
             "recovery_path": self.store.in_words(),
             "recovery": self.recovery,

@@ -241,6 +241,6 @@ def _check(name: str, module: bnb.nn.Linear8bitLt, original: Original, where: st
         raise SetupError(
             f"{name}: the weight in {where} does not quantise to the 8-bit codes in use ({codes_off:.1%} of a sample "
             f"of codes differ, by up to {difference.max().item()}; row scales by up to {scale_off:.2g}): it is not the "
-            "weight this model was quantised from (merged, edited, or loaded with another dtype than bfloat16). "
-            f"{WAYS_OUT}"
+            "weight this model was quantised from: merged, edited, or loaded in another dtype (then load it with "
+            f"dtype=torch.bfloat16). {WAYS_OUT}"
         )
