@@ -23,18 +23,25 @@ def environment(arguments: TrainingArguments, data: dict[str, int]) -> dict[str,
     return {
         "command": sys.argv,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        **machine(),
+        "device": str(arguments.device),
+        "world_size": arguments.world_size,
+        "precision": precision(arguments),
+        "seed": arguments.seed,
+        "data": data,
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Versions and hardware, whatever runs on them."""
+    return {
         "hf_gnmr": __version__,
         "python": platform.python_version(),
         "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
         "platform": platform.platform(),
         "processor": processor(),
-        "device": str(arguments.device),
         "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "threads": torch.get_num_threads(),
-        "world_size": arguments.world_size,
-        "precision": precision(arguments),
-        "seed": arguments.seed,
-        "data": data,
     }
 
 

@@ -27,12 +27,25 @@ def test_both_ends_bit_for_bit_and_the_bytes_that_are_accounted_for(tiny):
     backend = Int8Backend(model, find_units(model), eval_path="active")
     assert torch.equal(logits(model), plain)
     before = torch.cuda.memory_allocated()
+    backend.reserve(3)
+    slots = torch.cuda.memory_allocated() - before
+    assert backend.store.slot_bytes <= slots < backend.store.slot_bytes + 3 * 512
+    for _ in range(3):
+        backend.apply(backend.recoverable)
+        assert torch.equal(logits(model), bf16)
+        backend.apply(~backend.recoverable)
+        assert torch.equal(logits(model), plain)
+    assert torch.cuda.memory_allocated() - before == slots, "allocated once"
+
+
+@pytest.mark.parametrize("options", [{"recovery": "device"}, {"pin_memory": True}], ids=["device", "pinned"])
+def test_the_other_stores_bit_for_bit(tiny, options):
+    bf16 = logits(load_bf16(tiny, device_map={"": 0}).eval())
+    model = with_lora(load_int8(tiny, device_map={"": 0})).eval()
+    backend = Int8Backend(model, find_units(model), eval_path="active", **options)
+    backend.reserve(3)
     backend.apply(backend.recoverable)
-    assert torch.cuda.memory_allocated() - before >= backend.recovery_bytes(backend.recoverable)
     assert torch.equal(logits(model), bf16)
-    backend.apply(~backend.recoverable)
-    assert torch.cuda.memory_allocated() == before
-    assert torch.equal(logits(model), plain)
 
 
 def test_training_lifts_layers(tiny, trainer_for, tmp_path):

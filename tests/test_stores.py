@@ -287,6 +287,14 @@ def test_evaluation_on_the_recovery_path_streams_through_one_slot(slotted, tiny)
     expected = logits(load_bf16(tiny).eval())
     assert torch.equal(logits(model), expected) and torch.equal(logits(model), expected)
     assert backend.store.copied == 6
+    backend.store.reserve(2)
+    backend.apply(active(0, 1))
+    logits(model)
+    backend.paths[0].in_eval = backend.paths[1].in_eval = True
+    backend.paths[2].in_eval = False
+    copied = backend.store.copied
+    logits(model)
+    assert backend.store.copied == copied + 1, "the one that evaluation drove out, and no other"
 
 
 def test_a_failed_copy_is_not_passed_over(slotted, tiny):

@@ -52,6 +52,7 @@ class Slots(Store):
         self._unit = {module: unit for unit, members in enumerate(self.modules) for module in members}
         self._devices = [members[0].state.CB.device if members else None for members in self.modules]
         self._by_device: dict[torch.device, _DeviceSlots] = {}
+        self._active: set[int] = set()
         self._views: dict[Module, Tensor] = {}
         self._waiting: dict[Module, _Arrival] = {}
         self._worker = Worker()
@@ -59,6 +60,8 @@ class Slots(Store):
         """Units copied so far."""
 
     def reserve(self, units: int) -> None:
+        self._views.clear()
+        self._waiting.clear()
         self._by_device = {}
         for device in dict.fromkeys(d for d in self._devices if d is not None):
             members = [unit for unit, where in enumerate(self._devices) if where == device]
@@ -75,8 +78,7 @@ class Slots(Store):
 
         def product(x: Tensor, bias: Tensor | None) -> Tensor:
             if module not in views:
-                # Evaluation on the recovery path passes all units through the slots; no backward will ask for them again.
-                self._place({self._unit[module]})
+                self._demand(self._unit[module])
             arrival = waiting.pop(module, None)
             if arrival is not None:
                 arrival.wait()
@@ -85,11 +87,21 @@ class Slots(Store):
         return product
 
     def apply(self, active: Bools) -> None:
-        if not self._by_device:
-            self.reserve(len(self.modules))
-        self._place(set(np.flatnonzero(active).tolist()))
+        self._active = set(np.flatnonzero(active).tolist())
+        self._place(self._active)
+
+    def _demand(self, unit: int) -> None:
+        """Bring in a unit that is not there: evaluation on the recovery path passes all units through the slots, and no
+        backward asks for them again; the first lifted layer after it brings all lifted ones back."""
+        wanted = self._active | {unit}
+        fits = all(
+            sum(u in wanted for u in slots.members) <= len(slots.buffers) for slots in self._by_device.values()
+        )
+        self._place(wanted if fits else {unit})
 
     def _place(self, units: set[int]) -> None:
+        if not self._by_device:
+            self.reserve(len(self.modules))
         for device, slots in self._by_device.items():
             brought = slots.place(units)
             if brought and self._watch is not None:
