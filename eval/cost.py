@@ -245,61 +245,64 @@ def measure_stores(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_switching(options: argparse.Namespace) -> dict[str, Any]:
-    """Latency of a switch a layer, and steps with 0, 1, 10 and 100% of the units changing path every step, by store."""
+    """Latency of a switch a layer, and steps in which none, one, 10% and all of the lifted units make way for others."""
     found = {}
     for recovery in ("host", "device", "dequantize"):
         bench = Bench(options, recovery)
         assert bench.backend is not None
         count = len(bench.units)
-        bench.backend.reserve(count)
+        lifted = GNMRConfig().resolve_max_o(count)
+        bench.backend.reserve(lifted)
+        cuda = bench.device.type == "cuda"
         latency, allocated = [], 0
-        for i in range(200):
-            before = torch.cuda.memory_allocated() if bench.device.type == "cuda" else 0
+        for i in range(40 * count):
+            before = torch.cuda.memory_allocated() if cuda else 0
             start = bench.clock()
-            bench.backend.apply(bench.mask([i % count]))
-            # One unit comes and one goes.
+            # One unit comes and one goes; with maxO slots its pages or its slot go to another one.
+            bench.backend.apply(bench.mask([(i + k) % count for k in range(lifted)]))
             latency.append((bench.clock() - start) / 2)
-            allocated = max(allocated, (torch.cuda.memory_allocated() if bench.device.type == "cuda" else 0) - before)
-        shares = {"0%": 0, "1%": max(1, round(count / 100)), "10%": max(1, round(count / 10)), "100%": count}
-        times: dict[str, list[float]] = {name: [] for name in shares}
-        half = bench.mask(range(0, count, 2))
-        rounds = max(4, options.rounds // 3)
+            allocated = max(allocated, (torch.cuda.memory_allocated() if cuda else 0) - before)
+        replaced = {"none": 0, "one": 1, "10%": max(1, round(count / 10)), "all": lifted}
+        times: dict[str, list[float]] = {name: [] for name in replaced}
+        rounds, first = max(4, options.rounds // 3), 0
         for i in range(-1, rounds):
-            names = list(shares)
+            names = list(replaced)
             for name in names[i % 4 :] + names[: i % 4]:
-                changing = shares[name]
-                # Half of the units are lifted before and after, so that what is computed stays comparable.
-                first, second = half.copy(), half.copy()
-                second[:changing] = ~second[:changing]
-                bench.backend.apply(first)
+                bench.backend.apply(bench.mask([(first + k) % count for k in range(lifted)]))
+                bench.forward_backward(max(i, 0))  # so that what is lifted is there
+                bench.update()
+                first = (first + replaced[name]) % count
                 start = bench.clock()
+                bench.backend.apply(bench.mask([(first + k) % count for k in range(lifted)]))
                 bench.forward_backward(max(i, 0))
                 bench.update()
-                bench.backend.apply(second)
                 seconds = bench.clock() - start
                 if i >= 0:
                     times[name].append(seconds)
         found[recovery] = {
-            "latency_ms_a_layer": interval([1e3 * t for t in latency[20:]]),
-            "allocated_bytes_a_switch": allocated,
-            **{f"{name} / 0%": paired(times, name, "0%") for name in list(shares)[1:]},
+            "lifted": lifted,
+            "latency_ms_a_layer": interval([1e3 * t for t in latency[count:]]),
+            "latency_ms_a_layer_mean": 1e3 * statistics.fmean(latency[count:]),
+            **({"allocated_bytes_a_switch": allocated} if cuda else {}),
+            **{f"{name} / none": paired(times, name, "none") for name in list(replaced)[1:]},
         }
-        if bench.device.type == "cuda":
-            found[recovery]["copies_under_kernels"] = copy_overlap(bench, half)
+        if cuda:
+            found[recovery]["copies_under_kernels"] = copy_overlap(bench, lifted)
         bench.backend.remove()
         del bench
         gc.collect()
     return found
 
 
-def copy_overlap(bench: Bench, half: np.ndarray) -> float | None:
-    """Share of host-to-device copy time that lies under running kernels, from a profiler trace of a few steps."""
+def copy_overlap(bench: Bench, lifted: int) -> float | None:
+    """Share of host-to-device copy time that lies under running kernels, from a profiler trace of steps with new units."""
     from torch.profiler import ProfilerActivity, profile
 
     assert bench.backend is not None
+    count = len(bench.units)
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         for i in range(4):
-            bench.backend.apply(half if i % 2 else ~half)
+            bench.backend.apply(bench.mask([(i * lifted + k) % count for k in range(lifted)]))
             bench.forward_backward(i)
             bench.update()
         torch.cuda.synchronize()
@@ -307,7 +310,7 @@ def copy_overlap(bench: Bench, half: np.ndarray) -> float | None:
     for event in trace.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             spans["HtoD" in event.name].append((event.time_range.start, event.time_range.end))
-    return covered(spans[True], [s for s in spans[False] if s])
+    return covered(spans[True], spans[False])
 
 
 def covered(spans: Sequence[tuple[float, float]], by: Sequence[tuple[float, float]]) -> float | None:
@@ -336,32 +339,37 @@ def measure_memory(options: argparse.Namespace) -> dict[str, Any]:
     for way in ("host", "device", "dequantize"):
         base, ours = found["int8"], found[way]
         ours["over_int8"] = ours["memory"] - base["memory"]
-        ours["allowed_over_int8"] = int(1.05 * (ours["bound"] + ours["resident"]))
     return found
 
 
 def memory_of(way: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Memory of one way while it trains with maxO units lifted, others each step."""
+    """Memory of one way while it trains with maxO units lifted, others each step: the most of the readings after each step
+    on a CPU, the allocator's peak on a GPU."""
     bench = Bench(options, {"bf16": None, "int8": "dequantize"}.get(way, way))
     count = len(bench.units)
     max_o = GNMRConfig().resolve_max_o(count) if way not in ("bf16", "int8") else 0
     if bench.backend is not None:
         bench.backend.reserve(max_o)
-    peak = 0
+    most, files = 0, 0
+    if bench.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     for i in range(options.rounds):
         if bench.backend is not None:
             bench.backend.apply(bench.mask([(i * max_o + k) % count for k in range(max_o)]))
         bench.forward_backward(i)
         bench.update()
-        peak = max(peak, anonymous_memory())
+        anonymous, of_files = process_memory()
+        most, files = max(most, anonymous), max(files, of_files)
     tensors = {id(p): p for p in [*bench.model.parameters(), *bench.model.buffers()]}
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors.values()}
     return {
-        "memory": torch.cuda.max_memory_allocated() if bench.device.type == "cuda" else peak,
+        "memory": torch.cuda.max_memory_allocated() if bench.device.type == "cuda" else most,
+        "file_pages": files,
         "model_tensors": sum(storages.values()),
         "store_tensors": store_tensors(bench),
         "bound": 0 if bench.backend is None else bench.backend.recovery_bytes_bound(max_o),
         "resident": 0 if bench.backend is None else bench.backend.resident_bytes,
+        "told": 0 if bench.backend is None else bench.backend.resident_bytes + bench.backend.census().get("slot_bytes", 0),
         "max_o": max_o,
     }
 
@@ -395,16 +403,15 @@ def _collect(value: Any, seen: dict[int, int], depth: int) -> None:
         _collect(value.__dict__, seen, depth + 1)
 
 
-def anonymous_memory() -> int:
-    """Anonymous resident bytes of this process, freed memory given back first; the allocator's figure is taken on a GPU."""
+def process_memory() -> tuple[int, int]:
+    """Anonymous and file-backed resident bytes of this process, freed memory given back first; Linux only."""
     gc.collect()
     if platform.system() != "Linux":
-        return 0
+        return 0, 0
     ctypes.CDLL(None).malloc_trim(0)
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith("RssAnon:"):
-            return 1024 * int(line.split()[1])
-    return 0
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    found = dict(line.split(":", 1) for line in lines if line.startswith("Rss"))
+    return 1024 * int(found["RssAnon"].split()[0]), 1024 * int(found["RssFile"].split()[0])
 
 
 def measure_controller(options: argparse.Namespace) -> dict[str, Any]:
@@ -444,21 +451,22 @@ def tables(results: dict[str, Any]) -> list[str]:
         lines += ["| a step with every unit lifted | median (95% interval) |", "|---|---|"]
         lines += [f"| {name} | {span(value, '{:.3f}')} |" for name, value in results["stores"].items()] + [""]
     if "switching" in results:
-        lines += ["| store | ms a layer switched | 1% / 0% | 10% / 0% | 100% / 0% |", "|---|---|---|---|---|"]
+        lines += ["| store | ms a layer switched | one / none replaced | 10% / none | all / none |", "|---|---|---|---|---|"]
         for store, s in results["switching"].items():
-            ratios = " | ".join(span(s[f"{share} / 0%"], "{:.3f}") for share in ("1%", "10%", "100%"))
+            ratios = " | ".join(span(s[f"{share} / none"], "{:.3f}") for share in ("one", "10%", "all"))
             lines.append(f"| {store} | {span(s['latency_ms_a_layer'])} | {ratios} |")
         lines.append("")
     if "memory" in results:
         lines += [
-            "| way | memory, MB | over INT8 | bound + resident | model's tensors | store's tensors | told in the census |",
-            "|---|---|---|---|---|---|---|",
+            "| way | anonymous, MB | over INT8 | bound + resident | file pages | model's tensors | store's tensors, bytes | "
+            "census |",
+            "|---|---|---|---|---|---|---|---|",
         ]
         for way, m in results["memory"].items():
             over = f"{m['over_int8'] / 1e6:.1f}" if "over_int8" in m else ""
             lines.append(
                 f"| {way} | {m['memory'] / 1e6:.1f} | {over} | {(m['bound'] + m['resident']) / 1e6:.1f} | "
-                f"{m['model_tensors'] / 1e6:.1f} | {m['store_tensors']:,} | {m['resident']:,} |"
+                f"{m['file_pages'] / 1e6:.1f} | {m['model_tensors'] / 1e6:.1f} | {m['store_tensors']:,} | {m['told']:,} |"
             )
         lines.append("")
     if "controller" in results:

@@ -18,6 +18,16 @@ def main(argv: list[str] | None = None) -> int:
     gguf.add_argument("gguf_file")
     gguf.add_argument("folder", help="to be made")
     commands.add_parser("plan", help="what a recipe needs, without loading weights", add_help=False)
+    commands.add_parser("eval", help="evaluate runs on GSM8K, MMLU, HellaSwag and WikiText-2", add_help=False)
+    commands.add_parser("compare", help="evaluated runs side by side", add_help=False)
+    if arguments[:1] == ["eval"]:
+        from .evaluate import main as evaluate
+
+        return evaluate(arguments[1:])
+    if arguments[:1] == ["compare"]:
+        from .compare import main as compare
+
+        return compare(arguments[1:])
     if arguments[:1] == ["train"]:
         from .train import main as train
 

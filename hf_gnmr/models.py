@@ -83,8 +83,8 @@ def load_tokenizer(source: str, section: ModelSection) -> Any:
     return tokenizer
 
 
-def load_base(source: str, section: ModelSection, backend: str) -> Any:
-    """The base model in BF16 (backend none) or with its linears in bitsandbytes 8-bit (backend int8).
+def load_base(source: str, section: ModelSection, backend: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The base model in BF16, or another dtype (backend none), or with its linears in bitsandbytes 8-bit (backend int8).
 
     Raises:
         RecipeError: it cannot be loaded.
@@ -99,7 +99,7 @@ def load_base(source: str, section: ModelSection, backend: str) -> Any:
     try:
         return AutoModelForCausalLM.from_pretrained(
             source,
-            dtype=torch.bfloat16,
+            dtype=dtype,
             revision=section.revision,
             trust_remote_code=section.trust_remote_code,
             attn_implementation=section.attn_implementation,

@@ -85,17 +85,17 @@ def plan(recipe: Recipe, *, processes: int = 1, rows: int | None = None) -> dict
     sizes = [sum(2 * m.weight.numel() for m in modules) for modules in units]
     recoverable = sorted((size for size in sizes if size), reverse=True)
     max_o = _max_o(recipe, recoverable)
-    slots = sum(recoverable[:max_o])
+    lifted = len(recoverable) if recipe.trigger.name == "all" or recipe.gnmr.fidelity_warmup else max_o
+    slots = sum(recoverable[:lifted])
     in_units = sum(size // 2 for size in sizes)
     largest = max((m.weight.numel() for modules in units for m in modules), default=0)
     residual = in_units + 6 * math.ceil(EXCEPTIONS * in_units) + 2 * largest + 4 * min(largest, CHUNK)
 
     optimizer = str(recipe.training.get("optim", "adamw_torch"))
-    per_parameter: float | None = next(
-        (size for name, size in STATE_BYTES.items() if optimizer.startswith(name)), None
-    )
-    if per_parameter is not None and "8bit" in optimizer:
-        per_parameter /= 4
+    kind = optimizer.removeprefix("paged_")
+    per_parameter: float | None = next((size for name, size in STATE_BYTES.items() if kind.startswith(name)), None)
+    if per_parameter is not None:
+        per_parameter /= 4 if "8bit" in kind else 8 if "4bit" in kind else 1
     state = None if per_parameter is None else int(per_parameter * trainable)
     common = 4 * trainable + 4 * trainable + (state or 0)  # adapters and gradients in fp32
     ways = {
@@ -120,6 +120,7 @@ def plan(recipe: Recipe, *, processes: int = 1, rows: int | None = None) -> dict
         "units": len(units),
         "recoverable_units": len(recoverable),
         "max_o": max_o,
+        "most_lifted": lifted,
         "unit_bytes": recoverable[0] if recoverable else 0,
         "adapter_bytes": 4 * trainable,
         "gradient_bytes": 4 * trainable,
@@ -196,11 +197,24 @@ def _silent() -> Iterator[None]:
 
 
 def _bytes(parameters: Any) -> int:
-    return sum(p.numel() * p.element_size() for p in parameters)
+    """In BF16, whatever the meta device holds (biases of 8-bit linears are FP32 there)."""
+    return sum(2 * p.numel() for p in parameters)
 
 
 def _max_o(recipe: Recipe, recoverable: list[int]) -> int:
-    budget = recipe.backend.max_recovery_memory
+    budget, warm_up = recipe.backend.max_recovery_memory, recipe.gnmr.fidelity_warmup
+    if warm_up and (budget is not None or _way(recipe).startswith("INT8, recovery=host on a GPU")):
+        held = recipe.gnmr.resolve_max_o(len(recoverable))
+        if budget is not None or held < len(recoverable):
+            raise RecipeError(
+                f"gnmr.fidelity_warmup={warm_up} lifts all {len(recoverable)} units, {sum(recoverable):,} bytes: they fit "
+                "neither the slots of recovery='host' on an accelerator nor a budget. Use recovery='device', or no warm-up"
+            )
+    if budget is not None and (recipe.backend.recovery != "host" or recipe.trigger.name != "gnmr"):
+        raise RecipeError(
+            f"backend.max_recovery_memory={budget!r}: lifted units add nothing that it could bound with "
+            f"recovery={recipe.backend.recovery!r} and trigger={recipe.trigger.name!r}"
+        )
     if budget is None:
         if isinstance(recipe.gnmr.max_o, int) and recipe.gnmr.max_o > len(recoverable):
             raise RecipeError(f"gnmr.max_o={recipe.gnmr.max_o}: the model has {len(recoverable)} recoverable units")
@@ -237,7 +251,8 @@ def _steps(recipe: Recipe, processes: int, rows: int | None) -> dict[str, Any]:
     rows = rows if rows is not None else recipe.data.rows
     if rows is None:
         return {**found, "steps": None, "rows": None}
-    windows = math.ceil(math.ceil(rows / per_step) / accumulation)
+    batches = rows // per_step if training.get("dataloader_drop_last") else math.ceil(rows / per_step)
+    windows = math.ceil(batches / accumulation)
     return {**found, "steps": math.ceil(training.get("num_train_epochs", 3) * windows), "rows": rows}
 
 

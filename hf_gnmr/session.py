@@ -195,6 +195,7 @@ class GNMRSession:
             raise SetupError("decide() without observe(): call observe() after the backward, before clipping")
         start = time.perf_counter()
         reading, active = self._reading, self.controller.active
+        self._reading = None  # read once, whatever fails from here on
         reason = None
         # Fused optimizers skip by themselves under a scaler (the Trainer's default one does), and accelerate then calls the
         # step a done one: what the scaler goes by is in the reading.
@@ -225,7 +226,7 @@ class GNMRSession:
                 controller_ms=1e3 * (reading.seconds + end - start),
                 recovery_bytes=self.backend.recovery_bytes(active),
             )
-        self._reading, self._withheld = None, False
+        self._withheld = False
         return decision
 
     def close(self) -> dict[str, Any] | None:

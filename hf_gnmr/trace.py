@@ -127,6 +127,21 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     os.replace(partial, file)
 
 
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        TraceError: no such file, or something else in it.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TraceError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise TraceError(f"{path} holds no JSON object")
+    return found
+
+
 def free_name(path: Path) -> Path:
     """The first of ``trace.1.jsonl``, ``trace.2.jsonl``, … that is not taken."""
     number = 1

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import load_bf16, trace_lines
+import torch
+from conftest import load_bf16, load_int8, save_llama, trace_lines
 
 from hf_gnmr.cli import main as cli
 from hf_gnmr.plan import in_words, plan
@@ -46,6 +47,17 @@ def test_the_same_bytes_as_a_runs_census(recipe_file, tmp_path, capsys):
     assert figures["ways"]["INT8"]["weights"] == others + sum(p.numel() + 4 * p.shape[0] for p in in_layers)
 
 
+def test_biases_and_every_unit_lifted_are_counted(recipe_file, tmp_path):
+    tokens = {"vocab_size": 288, "eos_token_id": 2, "bos_token_id": 1}
+    folder = save_llama(tmp_path / "biased", attention_bias=True, mlp_bias=True, **tokens)
+    overrides = [f"model.name={folder}", "training.use_cpu=true"]
+    figures = plan(load_recipe(recipe_file, [*overrides, "trigger.name=all"]))
+    real = sum(p.numel() * p.element_size() for p in load_int8(folder).parameters())
+    rows = sum(p.shape[0] for n, p in load_int8(folder).named_parameters() if p.dtype == torch.int8)
+    assert figures["ways"]["INT8"]["weights"] == real + 4 * rows
+    assert figures["ways"][figures["way"]]["recovery"] == 3 * figures["unit_bytes"] and figures["most_lifted"] == 3
+
+
 def test_a_budget_and_what_does_not_fit(recipe_file, capsys):
     assert cli(["plan", recipe_file, "gnmr.max_o=0.25", "backend.max_recovery_memory=150KB", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["max_o"] == 2
@@ -64,6 +76,8 @@ def test_a_budget_and_what_does_not_fit(recipe_file, capsys):
         (["--device-memory", "lots"], "--device-memory='lots'"),
         (["backend.max_recovery_memory=1KB", "gnmr.max_o=0.25"], "is below one unit"),
         (["backend.max_recovery_memory=1MB"], "give one of them"),
+        (["backend.max_recovery_memory=1MB", "gnmr.max_o=0.25", "backend.recovery=device"], "nothing that it could bound"),
+        (["gnmr.fidelity_warmup=0.5", "training.use_cpu=false"], "lifts all 3 units"),
         (["gnmr.max_o=9"], "the model has 3 recoverable units"),
         (["lora.target_modules=[nothing]"], "lora (target_modules=['nothing'])"),
     ],

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import shutil
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -15,9 +17,11 @@ from architectures import ARCHITECTURES
 from conftest import load_bf16, load_int8, save_llama, token_rows, trace_lines, with_lora
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import BitsAndBytesConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_gnmr import ConfigError, GNMRCallback, GNMRConfig, GNMRSession, SetupError, quantize_int8
+from hf_gnmr.backends.base import Backend
 from hf_gnmr.backends.int8 import Int8Backend
 from hf_gnmr.backends.pages import file_backed, give_back
 from hf_gnmr.backends.residual import Workspace, decode, encode
@@ -297,16 +301,91 @@ def test_evaluation_on_the_recovery_path_streams_through_one_slot(slotted, tiny)
     assert backend.store.copied == copied + 1, "the one that evaluation drove out, and no other"
 
 
-def test_a_failed_copy_is_not_passed_over(slotted, tiny):
-    model, backend, _ = slow_slots(tiny, 0)
+def test_a_failed_copy_is_never_passed_over(slotted, tiny):
+    model, backend, copy = slow_slots(tiny, 0)
 
     def broken(destination, source):
         raise OSError("the disk is gone")
 
+    backend.reserve(3)
     backend.store._copy = broken
     backend.apply(active(1))
-    with pytest.raises(OSError, match="the disk is gone"):
-        logits(model)
+    for _ in range(9):
+        with pytest.raises(OSError, match="the disk is gone"):
+            logits(model)
+    backend.store._copy = copy
+    backend.apply(active(0, 1, 2))
+    assert torch.equal(logits(model), logits(load_bf16(tiny).eval())), "tried again, and whole"
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, 3), max_size=3)), min_size=2, max_size=8))
+def test_units_of_different_size_never_see_another_ones_weights(uneven, steps):
+    """Decisions and evaluations of the whole model on the recovery path, in any order, through three slots."""
+    model, expected, plain = uneven
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_gnmr.backends.int8.is_accelerator", lambda device: True)
+        backend = Int8Backend(model, find_units(model), eval_path="recovery")
+        assert len(set(backend.store.weights.tolist())) > 1
+        backend.reserve(3)
+        for whole, units in steps:
+            backend.apply(active(*units, of=4))
+            for unit in range(4):
+                backend.paths[unit].in_eval = whole or unit in units
+            found = logits(model)
+            assert not whole or torch.equal(found, expected)
+            assert units or whole or torch.equal(found, plain)
+            for unit in units if not whole else ():  # a whole evaluation may have driven out what is lifted
+                assert all(module in backend.store._views for module in backend.modules[unit])
+        backend.remove()
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory):
+    """Four layers, of which three have only their attention in 8 bits."""
+    folder = save_llama(tmp_path_factory.mktemp("uneven") / "llama", num_hidden_layers=4)
+    skip = ["lm_head", *(f"model.layers.{i}.mlp" for i in (1, 2, 3))]
+    quantization = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skip)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=quantization)
+    model = with_lora(model, target_modules=["q_proj"]).eval()
+    return model, logits(load_bf16(folder).eval()), logits(model)
+
+
+def test_slots_on_two_devices_are_counted_on_both(slotted, tiny):
+    model = with_lora(load_int8(tiny))
+    backend = backend_for(model)
+    backend.store._devices = [torch.device("cpu"), torch.device("cpu", 0), torch.device("cpu", 0)]
+    for units in range(4):
+        backend.reserve(units)
+        assert backend.store.slot_bytes == backend.recovery_bytes_bound(units)
+    assert backend.recovery_bytes_bound(1) == 2 * 73_728, "any one of each device's units may be the lifted one"
+
+
+def test_a_closed_store_lets_go_of_its_memory(tmp_path):
+    folder = save_llama(tmp_path / "llama", dtype=torch.float16)
+    backend = backend_for(with_lora(load_int8(folder)))
+    copies = [weakref.ref(original.weight) for original in backend.store.originals.values()]
+    assert backend.resident_bytes > 0 and all(copy() is not None for copy in copies)
+    backend.remove()
+    gc.collect()
+    assert not any(copy() is not None for copy in copies)
+
+
+@pytest.mark.parametrize("recovery", ["host", "device", "dequantize"])
+def test_a_switch_makes_no_tensor(recovery, tiny):
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Count.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    backend = backend_for(with_lora(load_int8(tiny)), recovery=recovery)
+    backend.reserve(1)
+    with Count():
+        for unit in (0, 1, 2, 0, 1):
+            backend.apply(active(unit))
+    assert Count.calls == 0
 
 
 def test_what_the_slots_cannot_hold_is_refused(slotted, tiny):
@@ -356,6 +435,14 @@ def test_pages_of_layers_that_left_are_given_back(tmp_path):
             model(input_ids=ids)
         backend.store._worker.close()
         seen.append(resident_file_bytes(file) - loading)
+        for path in backend.paths:
+            path.in_eval = True
+        with torch.no_grad():
+            model(input_ids=ids)  # evaluation on the recovery path passes through all layers
+        backend.store._worker.close()
+        seen.append(resident_file_bytes(file) - loading)
+        for path in backend.paths:
+            path.in_eval = path.in_train
     # Reading brings a few neighbouring pages as well; the layer's own are what counts.
     assert max(seen) < 1.3 * bound and min(seen) > 0.7 * bound, [size / bound for size in seen]
     backend.remove()
@@ -395,8 +482,9 @@ def test_a_checkpoint_that_changes_under_the_training(change, store, tiny, tmp_p
             file.write_bytes(b"another file of the same name")
     backend.apply(active())  # nothing new is read
     if change in ("time", "size"):
-        with pytest.raises(SetupError, match=r"model.safetensors was changed since training began"):
-            backend.apply(active(1, 2))
+        for _ in range(3):  # and it stays an error
+            with pytest.raises(SetupError, match=r"model.safetensors was changed since training began"):
+                backend.apply(active(1, 2))
     else:
         backend.apply(active(0, 1, 2))
         assert torch.equal(logits(model), logits(load_bf16(tiny).eval())), "the mapping keeps the old file"
@@ -422,8 +510,8 @@ class Sized:
         self.bytes_added = np.array(sizes, dtype=np.int64)
         self.recoverable = np.ones(len(sizes), dtype=bool)
 
-    recovery_bytes = Int8Backend.recovery_bytes
-    recovery_bytes_bound = Int8Backend.recovery_bytes_bound
+    recovery_bytes = Backend.recovery_bytes
+    recovery_bytes_bound = Backend.recovery_bytes_bound
 
 
 @settings(max_examples=200, deadline=None)

@@ -133,6 +133,9 @@ class Int8Backend(Backend):
         # Evaluation on the recovery path needs one slot to pass the units through.
         self.store.reserve(max(units, 1) if self.eval_path == "recovery" else units)
 
+    def recovery_bytes_bound(self, units: int) -> int:
+        return self.store.bound(units)
+
     def apply(self, active: Bools) -> int:
         unit = int(np.flatnonzero(self.recoverable)[0])
         if getattr(self.modules[unit][0], "_gnmr_path", None) is not self.paths[unit]:

@@ -79,9 +79,14 @@ class Slots(Store):
         def product(x: Tensor, bias: Tensor | None) -> Tensor:
             if module not in views:
                 self._demand(self._unit[module])
-            arrival = waiting.pop(module, None)
+            arrival = waiting.get(module)
             if arrival is not None:
-                arrival.wait()
+                try:
+                    arrival.wait()
+                except BaseException:
+                    self._forget(self._unit[module])  # half a copy must never be taken for the weights
+                    raise
+                waiting.pop(module, None)
             return multiply(x, views[module], bias, transposed)
 
         return product
@@ -102,16 +107,25 @@ class Slots(Store):
     def _place(self, units: set[int]) -> None:
         if not self._by_device:
             self.reserve(len(self.modules))
+        if self._watch is not None and any(slots.lacks(units) for slots in self._by_device.values()):
+            self._watch.check()  # before anything is taken for done
         for device, slots in self._by_device.items():
             brought = slots.place(units)
-            if brought and self._watch is not None:
-                self._watch.check()
-            for evicted, _, _ in brought:
-                for module in self.modules[evicted] if evicted is not None else ():
-                    self._views.pop(module, None)
-                    self._waiting.pop(module, None)
-            for _, unit, buffer in brought:
+            for unit in set(slots.members) - slots.held():
+                self._drop(unit)
+            for unit, buffer in brought:
                 self._bring(unit, buffer, device)
+
+    def _drop(self, unit: int) -> None:
+        for module in self.modules[unit]:
+            self._views.pop(module, None)
+            self._waiting.pop(module, None)
+
+    def _forget(self, unit: int) -> None:
+        """As if the unit had never been brought in."""
+        self._drop(unit)
+        for slots in self._by_device.values():
+            slots.remove(unit)
 
     def _bring(self, unit: int, buffer: Tensor, device: torch.device) -> None:
         self.copied += 1
@@ -128,9 +142,18 @@ class Slots(Store):
         for module in self.modules[unit]:
             self._waiting[module] = arrival
 
+    def bound(self, units: int) -> int:
+        # Each device has slots for as many units as may be chosen among its own.
+        by_device: dict[Any, list[int]] = {}
+        for unit, device in enumerate(self._devices):
+            if device is not None:
+                by_device.setdefault(device, []).append(int(self.bytes_added[unit]))
+        return sum(sum(sorted(sizes, reverse=True)[: max(0, units)]) for sizes in by_device.values())
+
     def close(self) -> None:
         self._worker.close()
         self._by_device, self._watch = {}, None
+        self.originals = {}
         self._views.clear()
         self._waiting.clear()
 
@@ -150,11 +173,23 @@ class _DeviceSlots:
         self.cache = SlotCache(sizes, slots)
         self.buffers = [torch.empty(size, dtype=torch.bfloat16, device=device) for size in self.cache.slot_sizes]
 
-    def place(self, units: set[int]) -> list[tuple[int | None, int, Tensor]]:
-        """(unit that goes, unit that comes, its buffer) for each slot that is filled anew."""
-        before = [None if i is None else self.members[i] for i in self.cache.holds]
+    def place(self, units: set[int]) -> list[tuple[int, Tensor]]:
+        """(unit that comes, its buffer) for each slot that is filled anew."""
         brought = self.cache.place([i for i, unit in enumerate(self.members) if unit in units])
-        return [(before[slot], self.members[i], self.buffers[slot]) for i, slot in brought]
+        return [(self.members[i], self.buffers[slot]) for i, slot in brought]
+
+    def held(self) -> set[int]:
+        """Units that have a slot."""
+        return {self.members[i] for i in self.cache.holds if i is not None}
+
+    def lacks(self, units: set[int]) -> bool:
+        """Whether one of `units` that lives here has no slot."""
+        return bool(units & set(self.members) - self.held())
+
+    def remove(self, unit: int) -> None:
+        """Empty the unit's slot."""
+        if unit in self.held():
+            self.cache.holds[self.cache.holds.index(self.members.index(unit))] = None
 
 
 class _Arrival:

@@ -42,6 +42,10 @@ class Store(ABC):
     def product(self, module: Module) -> Product:
         """The recovery path of `module`."""
 
+    def bound(self, units: int) -> int:
+        """The most that `units` active units can add on the device."""
+        return int(np.sort(self.bytes_added)[-units:].sum()) if units > 0 else 0
+
     def reserve(self, units: int) -> None:
         """Make room for as many active units at a time; before the first `apply`."""
         return None

@@ -41,37 +41,52 @@ class InPlace(Store):
         self.bytes_added = np.array([sum(2 * t.numel() for t in tensors) for tensors in mapped], dtype=np.int64)
         self.resident_bytes = sum(2 * o.weight.numel() for o in originals.values() if not o.mapped)
         self.copies = sum(not o.mapped for o in originals.values())
-        self._cache = SlotCache([1] * len(self.modules), len(self.modules))
+        self._unit = {module: unit for unit, members in enumerate(self.modules) for module in members}
         self._worker = Worker()
+        self._active: set[int] = set()
+        self.reserve(len(self.modules))
         for tensors in mapped:
             give_back(tensors)  # what the check of the codes has read
 
     def product(self, module: Module) -> Product:
-        original = self.originals[module]
+        original, unit = self.originals[module], self._unit[module]
         weight, transposed = original.weight, original.transposed
 
         def product(x: Tensor, bias: Tensor | None) -> Tensor:
+            if unit not in self._held:  # evaluation on the recovery path, which passes all units through
+                wanted = self._active | {unit}
+                self._place(wanted if len(wanted) <= len(self._cache.slot_sizes) else {unit})
             return multiply(x, weight, bias, transposed)
 
         return product
 
     def reserve(self, units: int) -> None:
+        # What is counted here are units whose pages may be resident, not memory: a "slot" is the mapped tensor itself.
         self._cache = SlotCache([1] * len(self.modules), units)
+        self._held: set[int] = set()
 
     def apply(self, active: Bools) -> None:
-        before = list(self._cache.holds)
-        brought = self._cache.place(np.flatnonzero(active).tolist())
-        if brought and self._watch is not None:
-            self._watch.check()
-        gone = [before[slot] for _, slot in brought if before[slot] is not None]
+        wanted = set(np.flatnonzero(active).tolist())
+        self._place(wanted)
+        self._active = wanted
+
+    def _place(self, units: set[int]) -> None:
+        if units <= self._held:
+            self._cache.place(sorted(units))
+            return
+        if self._watch is not None:
+            self._watch.check()  # before anything is taken for done
+        self._cache.place(sorted(units))
+        held = {unit for unit in self._cache.holds if unit is not None}
+        gone, self._held = self._held - held, held
         if gone:
-            self._worker.start(lambda: give_back(t for unit in gone if unit is not None for t in self._mapped[unit]))
+            self._worker.start(lambda: give_back(tensor for unit in gone for tensor in self._mapped[unit]))
 
     def close(self) -> None:
         self._worker.close()
         for tensors in self._mapped:
             give_back(tensors)
-        self._watch = None
+        self._watch, self.originals, self._mapped = None, {}, []
 
     def in_words(self) -> str:
         return "BF16 product with the original BF16 weights, used where they lie"

@@ -1,0 +1,231 @@
+"""The four evaluation tasks, on local files or the Hub: lm-eval's own definitions, and token perplexity beside them.
+
+| name | scored by | local files in the data folder |
+|---|---|---|
+| `gsm8k` | lm-eval: generation, exact match by two filters | `gsm8k/test*.jsonl`, `gsm8k/train.jsonl` for the shots |
+| `mmlu`, `mmlu:SUBJECT` | lm-eval: multiple choice by log-likelihood | `mmlu/test*.jsonl`, `mmlu/dev.jsonl` for the shots |
+| `hellaswag` | lm-eval: continuation log-likelihood, plain and by length | `hellaswag/validation*.jsonl` |
+| `wikitext` | lm-eval: word and byte perplexity by page | `wikitext2/test.raw`, else `wikitext2/validation.raw` |
+| `wikitext_tokens` | ours (`token_perplexity`): perplexity by token over fixed blocks | the same |
+
+Rows have the fields of the public data sets: `question`, `answer`; `question`, `subject`, `choices`, `answer` (0 to 3);
+`activity_label`, `ctx_a`, `ctx_b`, `endings`, `label`. The data folder `builtin` is a handful of rows that the project makes
+itself: they show that everything runs, and nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .config import ConfigError
+
+NAMES = ("gsm8k", "mmlu", "hellaswag", "wikitext", "wikitext_tokens")
+BUILTIN = "builtin"
+FILES = {
+    "gsm8k": {"test": "gsm8k/test*.jsonl", "train": "gsm8k/train.jsonl"},
+    "mmlu": {"test": "mmlu/test*.jsonl", "dev": "mmlu/dev.jsonl"},
+    "hellaswag": {"validation": "hellaswag/validation*.jsonl"},
+    "wikitext": {"test": "wikitext2/test.raw|wikitext2/validation.raw"},
+    "wikitext_tokens": {"test": "wikitext2/test.raw|wikitext2/validation.raw"},
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One task as asked for."""
+
+    name: str
+    """One of NAMES."""
+    subject: str | None = None
+    """MMLU's subject; None: all that the file has."""
+
+    @property
+    def label(self) -> str:
+        """As asked for."""
+        return self.name if self.subject is None else f"{self.name}:{self.subject}"
+
+
+def parse_tasks(names: list[str]) -> list[Request]:
+    """Tasks from the command line.
+
+    Raises:
+        ConfigError: a name that is not known, or one given twice.
+    """
+    requests = []
+    for text in names:
+        name, colon, subject = text.partition(":")
+        if name not in NAMES or (colon and (name != "mmlu" or not subject)):
+            raise ConfigError(f"--tasks {text}: {', '.join(NAMES)} or mmlu:SUBJECT is allowed")
+        requests.append(Request(name, subject or None))
+    twice = next((r.label for i, r in enumerate(requests) if r in requests[:i]), None)
+    if twice is not None:
+        raise ConfigError(f"--tasks {twice}: given twice")
+    return requests
+
+
+def data_files(request: Request, folder: Path) -> dict[str, Path]:
+    """The local files of a task, by split.
+
+    Raises:
+        ConfigError: one is missing; file and option are named.
+    """
+    found = {}
+    for split, patterns in FILES[request.name].items():
+        matches = [file for pattern in patterns.split("|") for file in sorted(folder.glob(pattern))]
+        if not matches:
+            raise ConfigError(f"--data {folder}: no {patterns.replace('|', ' or ')} in it, which {request.label} needs")
+        found[split] = matches[0]
+    return found
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    """JSON lines; a file that is not such raises ConfigError."""
+    try:
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read as JSON lines: {error}") from error
+
+
+def pages(text: str) -> list[str]:
+    """WikiText's articles: each begins at a heading of the first level, a line `` = Title = ``."""
+    starts = [m.start() for m in re.finditer(r"(?m)^ = (?!=).+(?<! =) = ?$", text)] or [0]
+    bounds = [*starts, len(text)]
+    return [text[a:b] for a, b in itertools.pairwise(bounds) if text[a:b].strip()]
+
+
+def splits_of(request: Request, data: str | None) -> dict[str, list[dict[str, Any]]] | None:
+    """A task's rows by split; None: lm-eval fetches them from the Hub."""
+    if data is None:
+        return None
+    if data == BUILTIN:
+        from .smoke import smoke_rows
+
+        return smoke_rows(request.name)
+    files = data_files(request, Path(data))
+    if request.name.startswith("wikitext"):
+        return {"test": [{"page": page} for page in pages(files["test"].read_text(encoding="utf-8"))]}
+    rows = {split: rows_of(file) for split, file in files.items()}
+    if request.name == "mmlu" and request.subject is not None:
+        rows = {split: [row for row in found if row["subject"] == request.subject] for split, found in rows.items()}
+        if not rows["test"]:
+            there = sorted({row["subject"] for row in rows_of(files["test"])})
+            raise ConfigError(f"--tasks {request.label}: {files['test']} has the subjects {', '.join(there)}")
+    return rows
+
+
+def harness_tasks(request: Request, data: str | None) -> dict[str, Any]:
+    """lm-eval's task objects for `request` (one a subject for MMLU), by name.
+
+    Raises:
+        ConfigError: files or subjects that are not there.
+    """
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    manager = _manager()
+    splits = splits_of(request, data)
+    if request.name != "mmlu":
+        names = {request.name: splits}
+    elif splits is None:
+        names = dict.fromkeys(
+            name for name in manager.all_tasks if re.fullmatch(r"mmlu_[a-z_]+", name)
+            and (request.subject is None or name == f"mmlu_{request.subject}")
+            and "default" in str(getattr(manager.task_index[name], "yaml_path", ""))
+        )
+    else:
+        subjects = sorted({row["subject"] for row in splits["test"]})
+        names = {
+            f"mmlu_{subject}": {
+                split: [row for row in rows if row["subject"] == subject] for split, rows in splits.items()
+            }
+            for subject in subjects
+        }
+    found = {}
+    for name, rows in names.items():
+        entry = manager.task_index.get(name)
+        if entry is not None:
+            config = load_yaml(entry.yaml_path, resolve_func=True)
+        elif request.name == "mmlu" and rows is not None:  # a subject of the user's own, asked as the others are
+            config = load_yaml(manager.task_index["mmlu_philosophy"].yaml_path, resolve_func=True)
+            subject = name.removeprefix("mmlu_").replace("_", " ")
+            description = f"The following are multiple choice questions (with answers) about {subject}.\n\n"
+            config |= {"task": name, "task_alias": subject, "description": description}
+        else:
+            raise ConfigError(f"--tasks {request.label}: lm-eval has no task {name}")
+        if rows is not None:
+            config = {k: v for k, v in config.items() if k not in ("dataset_path", "dataset_name")}
+            config["custom_dataset"] = _as_dataset(rows)
+            for split in ("training_split", "validation_split", "test_split", "fewshot_split"):
+                if config.get(split) is not None and config[split] not in rows:
+                    config[split] = None
+        found[name] = ConfigurableTask(config=config)
+    return found
+
+
+@functools.cache
+def _manager() -> Any:
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()  # reads every definition that lm-eval has: seconds
+
+
+def _as_dataset(rows: dict[str, list[dict[str, Any]]]) -> Callable[..., Any]:
+    from datasets import Dataset
+
+    made = {split: Dataset.from_list(found) for split, found in rows.items()}
+    return lambda **ignored: made
+
+
+# -- token perplexity ---------------------------------------------------------------------------------------------------
+
+
+def token_perplexity(
+    model: Any, tokenizer: Any, text: str, *, block: int, stride: int | None = None, limit: int | None = None
+) -> Iterator[dict[str, float]]:
+    """Autoregressive perplexity by token over fixed blocks of a text, as quantisation papers print it.
+
+    The text is tokenised whole, without special tokens. Block after block of `block` tokens goes through the model by
+    itself; with a stride below the block's length blocks overlap, and only the tokens that no block before has scored
+    count. A block's first token is never scored.
+
+    Args:
+        model: a causal language model in eval mode; logits (1, n, vocabulary).
+        block: tokens a block, at most the model's own length.
+        stride: tokens from one block's beginning to the next one's; None: `block`, no overlap.
+        limit: blocks at most; None: the whole text.
+
+    Yields:
+        after each block: `nll` (its sum over scored tokens, nats) and `tokens` (how many it scored).
+    """
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], device=model.device)
+    stride = block if stride is None else stride
+    scored = 0
+    for count, start in enumerate(range(0, max(1, len(ids) - 1), stride)):
+        if limit is not None and count >= limit:
+            return
+        piece = ids[start : start + block]
+        first = max(scored - start, 1)  # position in the block of the first token that counts
+        if len(piece) <= first:
+            return
+        with torch.no_grad():
+            logits = model(input_ids=piece[None], use_cache=False).logits[0].float()
+        nll = torch.nn.functional.cross_entropy(logits[first - 1 : -1], piece[first:], reduction="sum")
+        yield {"nll": float(nll), "tokens": len(piece) - first}
+        scored = start + len(piece)
+        if scored >= len(ids):
+            return
+
+
+def perplexity(blocks: list[dict[str, float]]) -> float:
+    """exp of the mean over all scored tokens."""
+    return math.exp(sum(b["nll"] for b in blocks) / sum(b["tokens"] for b in blocks))

@@ -1,0 +1,289 @@
+"""Downstream evaluation: identity with lm-eval and plain PyTorch, precisions, local files, going on, comparison, errors."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+
+import numpy as np
+import pytest
+import torch
+from conftest import byte_tokenizer, load_bf16, save_llama
+
+pytest.importorskip("lm_eval")
+
+from hf_gnmr.cli import main as cli
+from hf_gnmr.compare import compare, difference
+from hf_gnmr.evaluate import build, resolve
+from hf_gnmr.smoke import smoke_text
+from hf_gnmr.tasks import harness_tasks, pages, parse_tasks, perplexity, token_perplexity
+from hf_gnmr.train import main as train
+
+SHARED = pathlib.Path(__file__).parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, tiny_lm, rows_file):
+    """Folders of short runs: gnmr, BF16, and one whose adapter does nothing."""
+    import yaml
+
+    folder = tmp_path_factory.mktemp("runs")
+    recipe = folder / "small.yaml"
+    recipe.write_text(yaml.safe_dump({
+        "model": {"name": tiny_lm},
+        "lora": {"r": 4, "lora_alpha": 64},
+        "data": {"name": rows_file, "prompt": "Question: {question}\nAnswer:", "answer": " {answer}", "max_length": 96},
+        "training": {"max_steps": 6, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "save_strategy": "no",
+                     "report_to": "none", "use_cpu": True, "disable_tqdm": True},
+        "gnmr": {"max_o": 1, "alpha": 0.5, "alpha_init_fraction": 0.0},
+    }))
+    for name, overrides in (
+        ("gnmr", []), ("bf16", ["backend.name=none"]),
+        ("nothing", ["training.learning_rate=0", "training.max_steps=1"]),
+        ("nothing-bf16", ["training.learning_rate=0", "training.max_steps=1", "backend.name=none"]),
+    ):
+        assert train([str(recipe), f"training.output_dir={folder / name}", *overrides]) == 0
+    return folder
+
+
+def evaluate(*arguments, tasks=("hellaswag",), status=0):
+    assert cli(["eval", *map(str, arguments), "--data", "builtin", "--tasks", *tasks, "--offline"]) == status
+
+
+def result(folder, precision, task="hellaswag"):
+    return json.loads((pathlib.Path(folder) / precision / f"{task}.json").read_text())
+
+
+# -- identity ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("block", "stride"), [(32, None), (32, 8), (64, 64), (2048, None)])
+def test_token_perplexity_is_that_of_ten_plain_lines(tiny_lm, block, stride):
+    model, tokenizer, text = load_bf16(tiny_lm).eval(), byte_tokenizer(), smoke_text()
+    ours = perplexity(list(token_perplexity(model, tokenizer, text, block=block, stride=stride)))
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    total, count, seen = 0.0, 0, 0
+    for begin in range(0, ids.shape[1], stride or block):
+        end = min(begin + block, ids.shape[1])
+        labels = ids[:, begin:end].clone()
+        labels[:, : max(seen - begin, 0)] = -100  # scored by an earlier block
+        labels[:, 0] = -100
+        number = int((labels != -100).sum())
+        if number:
+            with torch.no_grad():
+                total += float(model(ids[:, begin:end], labels=labels).loss) * number
+            count, seen = count + number, end
+        if end == ids.shape[1]:
+            break
+    assert ours == pytest.approx(math.exp(total / count), rel=1e-4)
+
+
+@pytest.mark.parametrize("task", ["hellaswag", "mmlu", "gsm8k", "wikitext"])
+def test_a_base_through_our_loader_is_the_base_through_plain_lm_eval(tiny_lm, tmp_path, task):
+    from lm_eval import evaluator
+    from lm_eval.models.huggingface import HFLM
+
+    more = ["--limit", "2", "--max-gen-tokens", "8", "--batch-size", "1"]
+    evaluate(tiny_lm, "--output", tmp_path, *more, tasks=[task])
+    ours = result(tmp_path, "recovery", task)
+    plain = evaluator.simple_evaluate(
+        model=HFLM(pretrained=tiny_lm, tokenizer=byte_tokenizer(), dtype="bfloat16", device="cpu", batch_size=1),
+        tasks=list(harness_tasks(parse_tasks([task])[0], "builtin").values()), limit=2, bootstrap_iters=0,
+        gen_kwargs="max_gen_toks=8" if task == "gsm8k" else None,
+    )
+    for name, samples in plain["samples"].items():
+        for sample in samples:
+            for metric in sample["metrics"]:
+                key = metric if sample["filter"] == "none" else f"{metric},{sample['filter']}"
+                value = sample[metric][0] if isinstance(sample[metric], (tuple, list)) else sample[metric]
+                assert ours["per_item"][key][f"{name}/{sample['doc_id']}"] == pytest.approx(value, rel=1e-6)
+    if task == "wikitext":
+        assert ours["metrics"]["word_perplexity"] == pytest.approx(plain["results"]["wikitext"]["word_perplexity,none"])
+
+
+def test_recovery_is_the_bf16_model_exactly_where_the_adapter_does_nothing(runs, capsys):
+    tasks = ["hellaswag", "wikitext_tokens"]
+    evaluate(runs / "nothing", runs / "nothing-bf16", "--precision", "recovery", tasks=tasks)
+    out = capsys.readouterr().out
+    assert out.count("ADAPTER WITHOUT EFFECT: it changes no logit") == 2
+    for task in tasks:
+        ours, theirs = (result(runs / name / "eval", "recovery", task) for name in ("nothing", "nothing-bf16"))
+        assert ours["per_item"] == theirs["per_item"] and "BF16 path" in ours["model"]
+    evaluate(runs / "nothing", "--precision", "low", tasks=["wikitext_tokens"])
+    low = result(runs / "nothing" / "eval", "low", "wikitext_tokens")
+    assert low["per_item"] != ours["per_item"], "and INT8 is not"
+
+
+def test_precisions_are_different_models_and_say_what_they_are(runs):
+    labels, items = {}, {}
+    for precision in ("low", "recovery", "final"):
+        evaluate(runs / "gnmr", "--precision", precision, tasks=["wikitext_tokens"])
+        found = result(runs / "gnmr" / "eval", precision, "wikitext_tokens")
+        labels[precision], items[precision] = found["model"], found["per_item"]["token_perplexity"]
+        assert found["adapter_effect"] > 0
+    last = json.loads((runs / "gnmr" / "trace.jsonl").read_text().splitlines()[-1])["active"]
+    assert f"INT8 with layers {last} in BF16" in labels["final"] and "INT8 everywhere" in labels["low"]
+    assert items["low"] != items["recovery"] != items["final"] != items["low"]
+    assert resolve(str(runs / "gnmr"), None, None).precision == "low"
+    assert resolve(str(runs / "bf16"), None, None).precision == "recovery"
+
+
+def test_batch_sizes_agree(runs):
+    """In BF16 padding moves a score by rounding only."""
+    scores = []
+    for size in (1, 4):
+        out = runs / f"batch{size}"
+        evaluate(runs / "bf16", "--batch-size", size, "--output", out)
+        scores.append(result(out, "recovery")["per_item"])
+    assert scores[0].keys() == scores[1].keys()
+    for metric in scores[0]:
+        a, b = (np.array(list(s[metric].values())) for s in scores)
+        assert np.abs(a - b).mean() <= 1 / 8, "one of eight items at most may turn"
+
+
+# -- going on, errors ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_finished_is_not_evaluated_again_and_what_is_not_goes_on(runs, capsys, monkeypatch):
+    tasks = ["hellaswag", "wikitext_tokens"]
+    evaluate(runs / "gnmr", tasks=tasks)
+    file = runs / "gnmr" / "eval" / "low" / "hellaswag.json"
+    before = file.read_bytes()
+    (runs / "gnmr" / "eval" / "low" / "wikitext_tokens.json").unlink()
+    capsys.readouterr()
+    evaluate(runs / "gnmr", tasks=tasks)
+    out = capsys.readouterr().out
+    assert "hellaswag: there already" in out and "wikitext_tokens ..." in out and file.read_bytes() == before
+    monkeypatch.setattr("hf_gnmr.evaluate.build", lambda *arguments: pytest.fail("nothing is left to load a model for"))
+    evaluate(runs / "gnmr", tasks=tasks)
+    monkeypatch.undo()
+    evaluate(runs / "gnmr", "--limit", "2", tasks=["hellaswag"])
+    assert (runs / "gnmr" / "eval" / "low" / "hellaswag.1.json").read_bytes() == before, "other settings lose nothing"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{runs}"], "neither a run (recipe.yaml), nor an adapter"),
+        (["/no/such"], "/no/such: no such folder"),
+        (["{runs}/gnmr", "--tasks", "arc"], "--tasks arc: gsm8k, mmlu, hellaswag"),
+        (["{runs}/gnmr", "--tasks", "mmlu:"], "--tasks mmlu::"),
+        (["{runs}/gnmr", "--tasks", "gsm8k", "gsm8k"], "given twice"),
+        (["{runs}/gnmr", "--data", "{runs}"], "no gsm8k/test*.jsonl in it, which gsm8k needs"),
+        (["{runs}/gnmr", "--limit", "0"], "--limit 0"),
+        (["{runs}/bf16", "--data", "builtin", "--precision", "low"], "was trained in BF16"),
+        (["{runs}/gnmr", "--data", "builtin", "--tasks", "hellaswag", "--chat-template", "--limit", "1"], "has none"),
+        (["{runs}/gnmr", "--data", "builtin", "--tasks", "wikitext_tokens", "--block", "99999"], "--block 99999"),
+    ],
+)
+def test_what_is_wrong_is_told(runs, capsys, arguments, message):
+    assert cli(["eval", *(a.format(runs=runs) for a in arguments)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_absent_adapter_and_one_of_another_base(runs, tmp_path, capsys):
+    unfinished = tmp_path / "unfinished"
+    unfinished.mkdir()
+    (unfinished / "recipe.yaml").write_text((runs / "gnmr" / "recipe.yaml").read_text())
+    evaluate(unfinished, status=2)
+    assert "the run is not finished" in capsys.readouterr().err
+    other = save_llama(tmp_path / "other", vocab_size=288, hidden_size=32, eos_token_id=2, bos_token_id=1)
+    byte_tokenizer().save_pretrained(other)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (adapter / name).write_bytes((runs / "bf16" / name).read_bytes())
+    evaluate(adapter, "--base", other, status=2)
+    assert "does not fit" in capsys.readouterr().err
+    evaluate(adapter, "--output", tmp_path / "out", tasks=["wikitext_tokens"])
+    same = result(tmp_path / "out", "recovery", "wikitext_tokens")["per_item"]
+    evaluate(runs / "bf16", tasks=["wikitext_tokens"])
+    ours = result(runs / "bf16" / "eval", "recovery", "wikitext_tokens")["per_item"]
+    assert same == ours, "any PEFT adapter with its base"
+
+
+# -- data ----------------------------------------------------------------------------------------------------------------
+
+
+def test_articles_begin_at_headings_of_the_first_level():
+    text = " \n = One = \n \n text = here \n = = Part = = \n \n more \n = Two = \n \n end \n"
+    assert [page.split("=")[1].strip() for page in pages(text)] == ["One", "Two"]
+    assert "Part" in pages(text)[0]
+
+
+def test_the_layouts_of_public_data(tiny_lm):
+    if not SHARED.is_dir():
+        pytest.skip(f"no {SHARED}")
+    counts = {
+        "gsm8k": {"gsm8k": 200}, "mmlu:philosophy": {"mmlu_philosophy": 311}, "hellaswag": {"hellaswag": 500},
+        "wikitext": {"wikitext": 60},
+    }
+    for name, expected in counts.items():
+        tasks = harness_tasks(parse_tasks([name])[0], str(SHARED))
+        assert {task: len(list(found.eval_docs)) for task, found in tasks.items()} == expected
+
+
+def test_the_text_is_scored_whole(tiny_lm):
+    tokenizer, text = byte_tokenizer(), smoke_text()
+    model = load_bf16(tiny_lm).eval()
+    blocks = list(token_perplexity(model, tokenizer, text, block=100))
+    tokens = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    assert sum(b["tokens"] for b in blocks) == tokens - math.ceil(tokens / 100), "all but each block's first"
+    overlapping = list(token_perplexity(model, tokenizer, text, block=100, stride=50))
+    assert sum(b["tokens"] for b in overlapping) == tokens - 1
+
+
+# -- comparison ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_a_study(runs, tmp_path, capsys):
+    evaluate(runs / "bf16", runs / "gnmr", tasks=["hellaswag", "wikitext_tokens"])
+    capsys.readouterr()
+    assert cli(["compare", str(runs / "bf16"), str(runs / "gnmr"), "--output", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "SMOKE" in out and "In brackets: difference from" in out and "shots 0" in out and "transformers" in out
+    table = json.loads((tmp_path / "compare.json").read_text())
+    assert table["reference"].endswith("bf16 (recovery)")
+    row = next(cells for name, cells in table["rows"].items() if name.endswith("gnmr (low)"))
+    assert row["hellaswag acc"]["difference"]["items"] == 8 and row["hellaswag acc"]["stderr"] is not None
+    assert (tmp_path / "compare.md").read_text().strip() == out.strip()
+    assert (tmp_path / "compare.csv").read_text().startswith("method,metric,value")
+    assert cli(["compare", str(tmp_path)]) == 2
+    assert "no evaluation in it" in capsys.readouterr().err
+    assert cli(["compare", str(runs / "gnmr"), "--against", "nobody"]) == 2
+
+
+def test_a_difference_is_noise_or_not_by_its_paired_interval():
+    generator = np.random.default_rng(0)
+    base = generator.random(400) < 0.5
+
+    def with_scores(values):
+        return {"per_item": {"acc": {str(i): float(v) for i, v in enumerate(values)}}, "per_item_weight": {}}
+
+    same = difference(with_scores(base), with_scores(base), "acc")
+    assert same == {"value": 0.0, "low": 0.0, "high": 0.0, "items": 400, "within_noise": True}
+    few = base.copy()
+    few[:4] = ~few[:4]
+    assert difference(with_scores(few), with_scores(base), "acc")["within_noise"]
+    better = base | (generator.random(400) < 0.2)
+    found = difference(with_scores(better), with_scores(base), "acc")
+    assert not found["within_noise"] and found["value"] == pytest.approx(better.mean() - base.mean())
+    nll = -generator.random(50) * 100
+    weights = {f"token_perplexity|{i}": 100.0 for i in range(50)}
+
+    def with_nll(values):
+        scores = {"token_perplexity": {str(i): float(v) for i, v in enumerate(values)}}
+        return {"per_item": scores, "per_item_weight": weights}
+
+    worse = difference(with_nll(nll * 1.01), with_nll(nll), "token_perplexity")
+    assert worse["value"] == pytest.approx(math.exp(-nll.sum() * 1.01 / 5000) - math.exp(-nll.sum() / 5000))
+    assert not worse["within_noise"]
+
+
+def test_one_load_for_all_tasks_of_a_run(runs, monkeypatch):
+    loads = []
+    monkeypatch.setattr("hf_gnmr.evaluate.build", lambda *arguments: loads.append(arguments) or build(*arguments))
+    evaluate(runs / "gnmr", "--limit", "1", "--output", runs / "once", tasks=["hellaswag", "mmlu", "wikitext_tokens"])
+    assert len(loads) == 1
+    assert compare([runs / "once"])["smoke"]
