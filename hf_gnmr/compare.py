@@ -1,7 +1,8 @@
 """``hf-gnmr compare RUN ...``: evaluated runs side by side: methods as rows, metrics as columns, differences from BF16.
 
 A difference is called noise where the 95% interval of a paired bootstrap over the items that both were scored on (10,000
-draws, seed 0) holds zero; for perplexities items are pages or blocks, resampled with their weights.
+draws, seed 0) holds zero; for perplexities items are pages or blocks, resampled with their weights. Items count as the same
+where their prompt and target are (hashes); below ten of them nothing is said.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,12 @@ from typing import Any
 import numpy as np
 
 from .config import ConfigError
-from .evaluate import EVAL_FOLDER
+from .evaluate import EVAL_FOLDER, folder_for, resolve
 from .trace import TraceError, read_json, write_json, write_text
 
 DRAWS = 10_000
+LEAST = 10
+"""Items below which no difference is called anything."""
 Result = dict[str, Any]
 
 
@@ -52,8 +56,12 @@ def load_results(folder: Path) -> list[Result]:
         ConfigError: none there.
     """
     root = folder / EVAL_FOLDER if (folder / EVAL_FOLDER).is_dir() else folder
-    found = [read_json(file) for file in sorted(root.glob("*/*.json"))]
-    found = [result for result in found if {"per_item", "precision", "task"} <= result.keys()]
+    if (folder / "config.json").is_file() and root == folder:
+        root = folder_for(resolve(str(folder), None, None))
+    # Not those that were moved aside (gsm8k.1.json).
+    files = [file for file in sorted(root.glob("*/*.json")) if not re.search(r"\.[0-9]+\.json$", file.name)]
+    found = [read_json(file) for file in files]
+    found = [result for result in found if {"per_item", "precision", "task", "key"} <= result.keys()]
     if not found:
         raise ConfigError(f"{folder}: no evaluation in it; run hf-gnmr eval first")
     return found
@@ -61,11 +69,13 @@ def load_results(folder: Path) -> list[Result]:
 
 def compare(folders: list[Path], against: str | None = None) -> dict[str, Any]:
     """Rows (run and precision), columns (task and metric), cells with differences from the reference row."""
-    rows: dict[str, list[Result]] = {}
+    placed: dict[tuple[str, str], list[Result]] = {}
     for folder in folders:
         for result in load_results(folder):
-            rows.setdefault(f"{result['run']} ({result['precision']})", []).append(result)
-    in_bf16 = [name for name, results in rows.items() if "INT8" not in results[0]["model"]]
+            placed.setdefault((result["key"]["place"], result["precision"]), []).append(result)
+    named = _names(list(placed))
+    rows = {named[place]: results for place, results in placed.items()}
+    in_bf16 = [name for name, results in rows.items() if results[0]["in_bf16"]]
     reference = against or (in_bf16[0] if in_bf16 else None)
     if reference is not None and reference not in rows:
         raise ConfigError(f"--against {reference!r}: one of {', '.join(map(repr, rows))} is allowed")
@@ -75,10 +85,11 @@ def compare(folders: list[Path], against: str | None = None) -> dict[str, Any]:
             for metric, value in result["metrics"].items():
                 column = f"{result['task']} {metric}"
                 cell = {
-                    "value": value, "stderr": result["stderr"].get(metric), "n": result["n"], "shots": result["shots"],
-                    "limit": result["settings"]["limit"], "smoke": result["smoke"], "model": result["model"],
+                    "value": float(value), "stderr": result["stderr"].get(metric), "n": result["n"],
+                    "shots": result["shots"], "limit": result["key"]["limit"], "smoke": result["smoke"],
+                    "model": result["model"], "lm_eval": result["lm_eval"], "files": result["key"]["files"],
                 }
-                other = _same(rows.get(reference or "", []), result)
+                other = next((r for r in rows.get(reference or "", []) if r["task"] == result["task"]), None)
                 if other is not None and name != reference:
                     cell["difference"] = difference(result, other, metric)
                 cells[name][column] = cell
@@ -93,18 +104,35 @@ def compare(folders: list[Path], against: str | None = None) -> dict[str, Any]:
     }
 
 
-def _same(results: list[Result], wanted: Result) -> Result | None:
-    """The result of the same task under the same settings, if there is one."""
-    return next((r for r in results if r["task"] == wanted["task"] and r["settings"] == wanted["settings"]), None)
+def _names(places: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """A row's name: the end of its place that tells it from the others, and the precision."""
+    named = {}
+    for place, precision in places:
+        parts = place.strip("/").split("/")
+        ends = ["/".join(parts[-n:]) for n in range(1, len(parts) + 1)]
+        others = {other for other, _ in places if other != place}
+        end = next((e for e in ends if not any(f"/{o}".endswith(f"/{e}") for o in others)), place)
+        named[place, precision] = f"{end} ({precision})"
+    return named
 
 
-def difference(ours: Result, theirs: Result, metric: str) -> dict[str, Any]:
-    """Difference of a metric over the items that both have, with its interval."""
-    items = [item for item in ours["per_item"][metric] if item in theirs["per_item"].get(metric, {})]
-    a = np.array([ours["per_item"][metric][item] for item in items])
-    b = np.array([theirs["per_item"][metric][item] for item in items])
+def difference(ours: Result, theirs: Result, metric: str) -> dict[str, Any] | None:
+    """Difference of a metric over the items that both were scored on, with its interval.
+
+    None where there is no such item or a score is not finite; `within_noise` is None below LEAST items.
+    """
+    hashes, weight = theirs["item_hash"], theirs["per_item_weight"]
+    items = [
+        item for item in ours["per_item"].get(metric, {})
+        if item in theirs["per_item"].get(metric, {}) and ours["item_hash"].get(item) == hashes.get(item)
+        and ours["per_item_weight"].get(f"{metric}|{item}") == weight.get(f"{metric}|{item}")
+    ]
+    a = np.array([float(ours["per_item"][metric][item]) for item in items])
+    b = np.array([float(theirs["per_item"][metric][item]) for item in items])
+    if not items or not np.isfinite([a, b]).all():
+        return None
     weights = np.array([ours["per_item_weight"].get(f"{metric}|{item}", 1.0) for item in items])
-    draws = np.random.default_rng(0).integers(0, len(items), (DRAWS, len(items)))
+    generator = np.random.default_rng(0)
 
     def figure(values: np.ndarray, index: np.ndarray) -> np.ndarray:
         if "perplexity" not in metric and metric != "bits_per_byte":
@@ -113,10 +141,14 @@ def difference(ours: Result, theirs: Result, metric: str) -> dict[str, Any]:
         return mean / np.log(2) if metric == "bits_per_byte" else np.exp(mean)
 
     every = np.arange(len(items))
-    low, high = np.quantile(figure(a, draws) - figure(b, draws), [0.025, 0.975])
+    drawn = []
+    for _ in range(DRAWS // 100):  # a hundred at a time: all at once would take gigabytes for MMLU
+        index = generator.integers(0, len(items), (100, len(items)))
+        drawn.append(figure(a, index) - figure(b, index))
+    low, high = np.quantile(np.concatenate(drawn), [0.025, 0.975])
     return {
         "value": float(figure(a, every) - figure(b, every)), "low": float(low), "high": float(high), "items": len(items),
-        "within_noise": bool(low <= 0.0 <= high),
+        "within_noise": bool(low <= 0.0 <= high) if len(items) >= LEAST else None,
     }
 
 
@@ -134,18 +166,22 @@ def markdown(table: dict[str, Any]) -> str:
                 row.append("")
                 continue
             text = f"{cell['value']:.4f}" + (f" ± {cell['stderr']:.4f}" if cell["stderr"] is not None else "")
-            if "difference" in cell:
-                d = cell["difference"]
-                text += f" ({d['value']:+.4f}{', noise' if d['within_noise'] else ''})"
+            d = cell.get("difference")
+            if d is not None:
+                word = {True: ", noise", False: "", None: ", too few items to tell"}[d["within_noise"]]
+                text += f" ({d['value']:+.4f}{word})"
             row.append(text)
         lines.append(f"| {name} | " + " | ".join(row) + " |")
     lines.append("")
     if table["reference"]:
         lines.append(f"In brackets: difference from {table['reference']}; noise: its interval holds 0 ({table['test']}).")
     for column in table["columns"]:
-        cell = next(cells[column] for cells in table["rows"].values() if column in cells)
-        limit = f", limit {cell['limit']}" if cell["limit"] else ""
-        lines.append(f"{column}: n {cell['n']}, shots {', '.join(map(str, cell['shots']))}{limit}.")
+        asked = dict.fromkeys(
+            f"n {c['n']}, shots {', '.join(map(str, c['shots']))}{', limit ' + str(c['limit']) if c['limit'] else ''}, "
+            f"{', '.join(c['files'])}"
+            for cells in table["rows"].values() if (c := cells.get(column))
+        )
+        lines.append(f"{column}: {'; '.join(asked)}." + (" NOT THE SAME ITEMS in all rows." if len(asked) > 1 else ""))
     for name, cells in table["rows"].items():
         lines.append(f"{name}: {next(iter(cells.values()))['model']}.")
     for name in table["without_effect"]:
@@ -158,13 +194,15 @@ def as_csv(table: dict[str, Any]) -> str:
     """One line a cell."""
     out = io.StringIO()
     writer = csv.writer(out)
-    writer.writerow(["method", "metric", "value", "stderr", "n", "difference", "low", "high", "within_noise"])
+    writer.writerow([
+        "method", "metric", "value", "stderr", "n", "shots", "limit", "difference", "low", "high", "within_noise", "lm_eval",
+    ])
     for name, cells in table["rows"].items():
         for column, cell in cells.items():
-            d = cell.get("difference", {})
+            d = cell.get("difference") or {}
             writer.writerow([
-                name, column, cell["value"], cell["stderr"], cell["n"], d.get("value"), d.get("low"), d.get("high"),
-                d.get("within_noise"),
+                name, column, cell["value"], cell["stderr"], cell["n"], "/".join(map(str, cell["shots"])), cell["limit"],
+                d.get("value"), d.get("low"), d.get("high"), d.get("within_noise"), cell["lm_eval"],
             ])
     return out.getvalue()
 

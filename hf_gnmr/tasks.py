@@ -16,6 +16,7 @@ itself: they show that everything runs, and nothing else.
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -81,9 +82,11 @@ def data_files(request: Request, folder: Path) -> dict[str, Path]:
     """
     found = {}
     for split, patterns in FILES[request.name].items():
-        matches = [file for pattern in patterns.split("|") for file in sorted(folder.glob(pattern))]
+        matches = next((m for pattern in patterns.split("|") if (m := sorted(folder.glob(pattern)))), [])
         if not matches:
             raise ConfigError(f"--data {folder}: no {patterns.replace('|', ' or ')} in it, which {request.label} needs")
+        if len(matches) > 1:
+            raise ConfigError(f"--data {folder}: {', '.join(m.name for m in matches)} all match {patterns}: leave one")
         found[split] = matches[0]
     return found
 
@@ -91,9 +94,50 @@ def data_files(request: Request, folder: Path) -> dict[str, Path]:
 def rows_of(file: Path) -> list[dict[str, Any]]:
     """JSON lines; a file that is not such raises ConfigError."""
     try:
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as JSON lines: {error}") from error
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise ConfigError(f"{file} holds no rows, or lines that are no JSON objects")
+    return rows
+
+
+FIELDS = {
+    "gsm8k": ("question", "answer"),
+    "mmlu": ("question", "subject", "choices", "answer"),
+    "hellaswag": ("activity_label", "ctx_a", "ctx_b", "endings", "label"),
+}
+"""What each row must have."""
+
+
+def text_of(data: str | None) -> str:
+    """WikiText-2 as one text, for token perplexity: a local file's as it is."""
+    if data == BUILTIN:
+        from .smoke import smoke_text
+
+        return smoke_text()
+    if data is not None:
+        return _read(data_files(Request("wikitext_tokens"), Path(data))["test"])
+    from datasets import load_dataset
+
+    return "".join(load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="test")["text"])
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read as text: {error}") from error
+
+
+def fingerprint(request: Request, data: str | None) -> dict[str, str]:
+    """The files a task reads, with a hash of each; what it reads otherwise."""
+    if data is None or data == BUILTIN:
+        return {"data": "Hub" if data is None else BUILTIN}
+    return {
+        f"{file.parent.name}/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        for file in data_files(request, Path(data)).values()
+    }
 
 
 def pages(text: str) -> list[str]:
@@ -113,8 +157,13 @@ def splits_of(request: Request, data: str | None) -> dict[str, list[dict[str, An
         return smoke_rows(request.name)
     files = data_files(request, Path(data))
     if request.name.startswith("wikitext"):
-        return {"test": [{"page": page} for page in pages(files["test"].read_text(encoding="utf-8"))]}
+        return {"test": [{"page": page} for page in pages(_read(files["test"]))]}
     rows = {split: rows_of(file) for split, file in files.items()}
+    for split, found in rows.items():
+        for number, row in enumerate(found, 1):
+            missing = [name for name in FIELDS[request.name] if name not in row]
+            if missing:
+                raise ConfigError(f"{files[split]}, row {number}: no {', '.join(missing)}")
     if request.name == "mmlu" and request.subject is not None:
         rows = {split: [row for row in found if row["subject"] == request.subject] for split, found in rows.items()}
         if not rows["test"]:
@@ -141,7 +190,10 @@ def harness_tasks(request: Request, data: str | None) -> dict[str, Any]:
             name for name in manager.all_tasks if re.fullmatch(r"mmlu_[a-z_]+", name)
             and (request.subject is None or name == f"mmlu_{request.subject}")
             and "default" in str(getattr(manager.task_index[name], "yaml_path", ""))
+            and "dataset_name" in load_yaml(manager.task_index[name].yaml_path, resolve_func=False)  # a subject, no group
         )
+        if not names:
+            raise ConfigError(f"--tasks {request.label}: lm-eval has no such MMLU subject")
     else:
         subjects = sorted({row["subject"] for row in splits["test"]})
         names = {

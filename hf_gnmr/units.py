@@ -116,6 +116,11 @@ def find_units(model: nn.Module, pattern: str | None = None) -> list[Unit]:
     return units
 
 
+def all_layers(model: nn.Module, pattern: str | None = None) -> list[Unit]:
+    """Every decoder layer as a unit, trainable or not: for evaluation, where there is no gradient to monitor."""
+    return [Unit(i, layer, name, module, ()) for i, (layer, name, module) in enumerate(decoder_layers(model, pattern))]
+
+
 def _by_pattern(base: nn.Module, pattern: str) -> list[tuple[int, str, nn.Module]]:
     if pattern.count("*") != 1:
         raise SetupError(f"layers={pattern!r}: a module name with one * for the layer index is allowed")

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pathlib
+import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 from conftest import byte_tokenizer, load_bf16, save_llama
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("lm_eval")
 
@@ -172,6 +177,8 @@ def test_what_is_finished_is_not_evaluated_again_and_what_is_not_goes_on(runs, c
         (["{runs}/gnmr", "--tasks", "gsm8k", "gsm8k"], "given twice"),
         (["{runs}/gnmr", "--data", "{runs}"], "no gsm8k/test*.jsonl in it, which gsm8k needs"),
         (["{runs}/gnmr", "--limit", "0"], "--limit 0"),
+        (["{runs}/gnmr", "--data", "builtin", "--shots", "9"], "--shots 9: gsm8k has 8 examples to show"),
+        (["{runs}/gnmr", "--base", "x"], "has a base of its own"),
         (["{runs}/bf16", "--data", "builtin", "--precision", "low"], "was trained in BF16"),
         (["{runs}/gnmr", "--data", "builtin", "--tasks", "hellaswag", "--chat-template", "--limit", "1"], "has none"),
         (["{runs}/gnmr", "--data", "builtin", "--tasks", "wikitext_tokens", "--block", "99999"], "--block 99999"),
@@ -259,7 +266,8 @@ def test_a_difference_is_noise_or_not_by_its_paired_interval():
     base = generator.random(400) < 0.5
 
     def with_scores(values):
-        return {"per_item": {"acc": {str(i): float(v) for i, v in enumerate(values)}}, "per_item_weight": {}}
+        scores = {str(i): float(v) for i, v in enumerate(values)}
+        return {"per_item": {"acc": scores}, "per_item_weight": {}, "item_hash": dict.fromkeys(scores, "same")}
 
     same = difference(with_scores(base), with_scores(base), "acc")
     assert same == {"value": 0.0, "low": 0.0, "high": 0.0, "items": 400, "within_noise": True}
@@ -274,11 +282,94 @@ def test_a_difference_is_noise_or_not_by_its_paired_interval():
 
     def with_nll(values):
         scores = {"token_perplexity": {str(i): float(v) for i, v in enumerate(values)}}
-        return {"per_item": scores, "per_item_weight": weights}
+        hashes = dict.fromkeys(scores["token_perplexity"], "same")
+        return {"per_item": scores, "per_item_weight": weights, "item_hash": hashes}
 
     worse = difference(with_nll(nll * 1.01), with_nll(nll), "token_perplexity")
     assert worse["value"] == pytest.approx(math.exp(-nll.sum() * 1.01 / 5000) - math.exp(-nll.sum() / 5000))
     assert not worse["within_noise"]
+    assert difference(with_scores(better[:9]), with_scores(base[:9]), "acc")["within_noise"] is None, "too few to tell"
+    other = with_scores(base) | {"item_hash": {str(i): "another prompt" for i in range(400)}}
+    assert difference(with_scores(better), other, "acc") is None
+    assert difference(with_nll(nll * np.nan), with_nll(nll), "token_perplexity") is None
+
+
+def test_results_are_never_those_of_another_model(runs, tiny_lm, tmp_path, capsys):
+    tasks = ["wikitext_tokens"]
+    evaluate(runs / "bf16", "--output", tmp_path / "out", tasks=tasks)
+    evaluate(tiny_lm, "--output", tmp_path / "out", tasks=tasks, status=2)
+    assert "is the result of" in capsys.readouterr().err
+    copy = tmp_path / "run"
+    shutil.copytree(runs / "bf16", copy, ignore=shutil.ignore_patterns("eval"))
+    evaluate(copy, tasks=tasks)
+    before = result(copy / "eval", "recovery", "wikitext_tokens")
+    shutil.copy(runs / "nothing-bf16" / "adapter_model.safetensors", copy)
+    evaluate(copy, tasks=tasks)
+    after = result(copy / "eval", "recovery", "wikitext_tokens")
+    assert after["per_item"] != before["per_item"] and after["adapter_effect"] == 0.0, "another adapter, another evaluation"
+    assert (copy / "eval" / "recovery" / "wikitext_tokens.1.json").exists()
+    assert "ADAPTER WITHOUT EFFECT" in capsys.readouterr().out
+
+
+def test_layers_without_adapters_are_lifted_as_well(runs, tmp_path):
+    recipe = str(runs / "small.yaml")
+    only = ["lora.layers_to_transform=[2]", "lora.target_modules=[q_proj]"]
+    only += ["training.learning_rate=0", "training.max_steps=1"]
+    for name, more in (("int8", []), ("bf16", ["backend.name=none"])):
+        assert train([recipe, f"training.output_dir={tmp_path / name}", *only, *more]) == 0
+        evaluate(tmp_path / name, "--precision", "recovery", tasks=["wikitext_tokens"])
+    ours, theirs = (result(tmp_path / name / "eval", "recovery", "wikitext_tokens") for name in ("int8", "bf16"))
+    assert ours["per_item"] == theirs["per_item"]
+
+
+def test_a_model_that_gives_nan_does_not_destroy_the_table(runs, tmp_path, capsys):
+    broken = tmp_path / "broken"
+    shutil.copytree(runs / "bf16", broken, ignore=shutil.ignore_patterns("eval"))
+    weights = {k: v * float("nan") for k, v in load_file(broken / "adapter_model.safetensors").items()}
+    save_file(weights, broken / "adapter_model.safetensors")
+    evaluate(runs / "bf16", broken, tasks=["wikitext_tokens"])
+    assert "| nan |" in capsys.readouterr().out
+
+
+def test_offline_is_offline_and_needs_data(tiny_lm, capsys, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    assert cli(["eval", tiny_lm, "--offline"]) == 2
+    assert "--offline needs --data" in capsys.readouterr().err
+    assert huggingface_hub.constants.HF_HUB_OFFLINE is True
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("mmlu/test.jsonl", '{"question": "?", "choices": [], "answer": 0}\n', "row 1: no subject"),
+        ("hellaswag/validation.jsonl", "", "holds no rows"),
+        ("gsm8k/test.jsonl", "[1]\n", "no JSON objects"),
+        ("wikitext2/test.raw", b"\xff\xfe\x00", "cannot be read as text"),
+        ("hellaswag/validation2.jsonl", "{}", "all match hellaswag/validation*.jsonl: leave one"),
+    ],
+)
+def test_broken_data_are_told_before_the_model_is_loaded(tiny_lm, tmp_path, capsys, monkeypatch, file, text, message):
+    for split in ("mmlu/dev.jsonl", "gsm8k/train.jsonl", "hellaswag/validation.jsonl"):
+        (tmp_path / split).parent.mkdir(exist_ok=True)
+        (tmp_path / split).write_text('{"question": "?", "answer": "1", "subject": "a", "choices": ["1"]}\n')
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_bytes(text if isinstance(text, bytes) else text.encode())
+    monkeypatch.setattr("hf_gnmr.evaluate.build", lambda *arguments: pytest.fail("loaded"))
+    task = file.split("/")[0].replace("wikitext2", "wikitext")
+    assert cli(["eval", tiny_lm, "--data", str(tmp_path), "--tasks", task]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_script_runs_from_a_shell_and_leaves_the_table(runs):
+    script = pathlib.Path(__file__).parents[1] / "eval" / "downstream.sh"
+    command = [str(script), str(runs / "bf16"), "--data", "builtin", "--tasks", "wikitext_tokens", "--offline"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHON": sys.executable}, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "| bf16 (recovery) |" in done.stdout
+    for name in ("compare.md", "compare.json", "compare.csv"):
+        assert (runs / "bf16" / "eval" / name).is_file()
 
 
 def test_one_load_for_all_tasks_of_a_run(runs, monkeypatch):
