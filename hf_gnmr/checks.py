@@ -28,7 +28,7 @@ def one_process_of_several() -> str | None:
     `accelerate launch --cpu --num_processes 2` starts one process, without a word; all that is left of the request is the
     address at which the processes would have met.
     """
-    if _distributed() and torch.distributed.get_world_size() > 1:
+    if is_distributed() and torch.distributed.get_world_size() > 1:
         return None
     told = {name: os.environ[name] for name in LAUNCHED if os.environ.get(name, "1") not in ("", "1")}
     if told:
@@ -57,7 +57,7 @@ def refuse_unreduced_gradients(model: nn.Module) -> None:
 
     Under a Trainer the callback is given the model below DDP, and the Trainer sees to it.
     """
-    world = torch.distributed.get_world_size() if _distributed() else 1
+    world = torch.distributed.get_world_size() if is_distributed() else 1
     if world > 1 and not any(isinstance(m, DistributedDataParallel) for m in (model, getattr(model, "_orig_mod", None))):
         raise SetupError(
             f"{world} processes, and the model is not under DistributedDataParallel: gradients averaged by hand are read "
@@ -66,7 +66,8 @@ def refuse_unreduced_gradients(model: nn.Module) -> None:
         )
 
 
-def _distributed() -> bool:
+def is_distributed() -> bool:
+    """Whether a process group is at work."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from .config import ConfigError
-from .evaluate import EVAL_FOLDER, folder_for, resolve
+from .subjects import EVAL_FOLDER, folder_for, resolve
 from .trace import TraceError, read_json, write_json, write_text
 
 DRAWS = 10_000

@@ -8,26 +8,22 @@ task's figures and per-item results go to a file of their own when the task is d
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib.metadata
 import importlib.util
 import os
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from safetensors import SafetensorError
 
-from .backends.int8 import Int8Backend, cast_notes_silenced
+from .backends.int8 import cast_notes_silenced
 from .config import ConfigError, SetupError
 from .environment import machine
-from .models import load_adapter, load_base, load_tokenizer, model_source
-from .recipe import ModelSection, Recipe, load_recipe
+from .models import load_tokenizer, model_source
+from .subjects import Subject, adapter_effect, build, folder_for, identity_of, resolve, short_hash
 from .tasks import (
     BUILTIN,
     NAMES,
@@ -40,41 +36,10 @@ from .tasks import (
     text_of,
     token_perplexity,
 )
-from .trace import TraceError, free_name, read_json, read_trace, write_json
-from .units import all_layers
+from .trace import TraceError, free_name, read_json, write_json
 
 PRECISIONS = ("low", "recovery", "final")
 DTYPES = ("bfloat16", "float16", "float32")
-EVAL_FOLDER = "eval"
-"""Folder for results inside a run's or adapter's folder."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is evaluated."""
-
-    label: str
-    """The RUN as given."""
-    section: ModelSection
-    """Its base model."""
-    adapter: Path | None
-    int8: bool
-    """Whether it was trained over an 8-bit base (or, without training, is asked for in INT8)."""
-    recipe: Recipe | None = None
-    """Of a run of ours."""
-
-    @property
-    def place(self) -> str:
-        """Where it is: a resolved folder, or a name on the Hub."""
-        folder = Path(self.label).expanduser()
-        return str(folder.resolve()) if folder.is_dir() else self.label
-
-    @property
-    def precision(self) -> str:
-        """The path it was trained on: `low` for INT8 and GNMR, `recovery` for BF16, all-lifted and anything else."""
-        if self.recipe is None or not self.int8 or self.recipe.trigger.name == "all":
-            return "recovery"
-        return "low"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -149,43 +114,6 @@ def _check_shots(request: Request, splits: dict[str, list[dict[str, Any]]] | Non
         raise ConfigError(f"--shots {shots}: {request.label} has {there} examples to show")
 
 
-def resolve(run: str, base: str | None, precision: str | None) -> Subject:
-    """What a RUN on the command line is.
-
-    Raises:
-        ConfigError: a folder that is none of the three kinds, or a run without an adapter.
-    """
-    folder = Path(run).expanduser()
-    adapter = folder / "adapter_model.safetensors"
-    if base is not None and ((folder / "recipe.yaml").is_file() or not (folder / "adapter_config.json").is_file()):
-        raise ConfigError(f"--base {base}: {run} has a base of its own; the option is for a PEFT adapter's folder")
-    if (folder / "recipe.yaml").is_file():
-        recipe = load_recipe(folder / "recipe.yaml")
-        if not adapter.is_file():
-            raise ConfigError(f"{run}: no adapter_model.safetensors in it: the run is not finished")
-        return Subject(run, recipe.model, folder, recipe.backend.name == "int8", recipe)
-    if (folder / "adapter_config.json").is_file():
-        if not adapter.is_file():
-            raise ConfigError(f"{run}: adapter_config.json without adapter_model.safetensors")
-        config = read_json(folder / "adapter_config.json")
-        if config.get("peft_type") != "LORA":
-            raise ConfigError(f"{run}: a {config.get('peft_type')} adapter; LoRA adapters are evaluated here")
-        named = config.get("base_model_name_or_path")
-        name = base or named
-        if base is not None and named and str(named) != base:
-            print(f"{run}: the adapter names {named} as its base, and is put over {base}", flush=True)
-        if not name:
-            raise ConfigError(f"{run}: the adapter does not say what its base model is: give --base")
-        return Subject(run, ModelSection(name=str(name)), folder, precision in ("low", "final"))
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"{run}: neither a run (recipe.yaml), nor an adapter (adapter_config.json), nor a model (config.json)"
-        )
-    if not folder.is_dir() and run.startswith((".", "/", "~")):
-        raise ConfigError(f"{run}: no such folder")
-    return Subject(run, ModelSection(name=run), None, precision in ("low", "final"))
-
-
 def plan_of(
     subject: Subject, requests: list[Request], options: argparse.Namespace
 ) -> tuple[Path, list[tuple[Request, Path, dict[str, Any]]]]:
@@ -202,7 +130,7 @@ def plan_of(
     check_before_loading(subject, requests, options)
     folder = Path(options.output) if options.output else folder_for(subject)
     if options.output and len(options.runs) > 1:
-        folder = folder / f"{Path(subject.label).name}-{_short(subject.place)}"
+        folder = folder / f"{Path(subject.label).name}-{short_hash(subject.place)}"
     identity = identity_of(subject)
     wanted = []
     for request in requests:
@@ -227,23 +155,6 @@ def plan_of(
             raise ConfigError(f"{file} is the result of {there.get('place')}, not of {subject.place}: give another --output")
         wanted.append((request, file, key))
     return folder, wanted
-
-
-def identity_of(subject: Subject) -> dict[str, Any]:
-    """What makes two evaluations ones of the same model: places and contents."""
-    adapter = None
-    if subject.adapter is not None:
-        adapter = hashlib.sha256((subject.adapter / "adapter_model.safetensors").read_bytes()).hexdigest()[:16]
-    base = Path(subject.section.name).expanduser()
-    weights = sorted(base.glob("*.safetensors")) if base.is_dir() else []
-    return {
-        "place": subject.place,
-        "base": str(base.resolve()) if base.is_dir() else subject.section.name,
-        "base_files": {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in weights},
-        "adapter": adapter,
-        "int8": subject.int8,
-        "threshold": subject.section.llm_int8_threshold if subject.int8 else None,
-    }
 
 
 def evaluate(
@@ -282,10 +193,6 @@ def version_of(package: str) -> str:
     return importlib.metadata.version(package) if importlib.util.find_spec(package) else "not installed"
 
 
-def _short(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
 def check_before_loading(subject: Subject, requests: list[Request], options: argparse.Namespace) -> None:
     """Raise ConfigError for what the model's tokenizer and configuration do not allow."""
     from transformers import AutoConfig
@@ -317,79 +224,6 @@ def _block(config: Any, options: argparse.Namespace) -> int:
     if options.stride is not None and options.stride > block:
         raise ConfigError(f"--stride {options.stride}: at most the block's length, {block}")
     return block
-
-
-def folder_for(subject: Subject) -> Path:
-    """Where results go unless told otherwise."""
-    if subject.adapter is not None:
-        return subject.adapter / EVAL_FOLDER
-    return Path("eval-results") / f"{Path(subject.label).name}-{_short(subject.place)}"
-
-
-def build(subject: Subject, precision: str, dtype: str) -> tuple[Any, Any, str]:
-    """Model in eval mode, tokenizer, and what runs, in words.
-
-    Raises:
-        ConfigError, SetupError: a model that cannot be loaded, or an adapter that does not fit it.
-    """
-    from peft import PeftConfig, get_peft_model
-
-    source = model_source(subject.section)
-    tokenizer = load_tokenizer(source, subject.section)
-    model = load_base(source, subject.section, "int8" if subject.int8 else "none", getattr(torch, dtype))
-    if subject.adapter is not None:
-        try:
-            config = PeftConfig.from_pretrained(subject.adapter)
-            config.inference_mode = False  # else its parameters are frozen, and layers are known by what is trainable
-            model = get_peft_model(model, config)
-        except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"{subject.label}: its adapter does not fit {subject.section.name}: {error}") from error
-        try:
-            load_adapter(model, str(subject.adapter), subject.label)
-        except (KeyError, SafetensorError) as error:
-            raise ConfigError(f"{subject.label}: its adapter file is not whole: {error}") from error
-    model.eval()
-    if torch.cuda.is_available():
-        model.to("cuda")
-    kind = f"{'adapter over ' if subject.adapter is not None else ''}{subject.section.name}"
-    if not subject.int8:
-        return model, tokenizer, f"{kind}, {dtype}"
-    # Every layer, adapted or not; the low-cost path too runs through the switched modules (DoRA's plain one fails on a CPU).
-    units = all_layers(model, subject.section.layers)
-    recovery = "dequantize" if precision == "low" else "host" if subject.recipe is None else subject.recipe.backend.recovery
-    source_of = None if recovery == "dequantize" or subject.recipe is None else subject.recipe.backend.recovery_source
-    backend = Int8Backend(model, units, eval_path="active", recovery=recovery, recovery_source=source_of)
-    active = np.zeros(len(units), dtype=bool)
-    if precision == "recovery":
-        active = backend.recoverable
-    elif precision == "final":
-        active[_last_layers(subject)] = True
-    backend.reserve(int(active.sum()))
-    backend.apply(active)
-    if precision == "low":
-        return model, tokenizer, f"{kind}, bitsandbytes INT8 everywhere"
-    weights = "" if recovery != "dequantize" else " (dequantised weights)"
-    if precision == "final":
-        return model, tokenizer, f"{kind}, INT8 with layers {np.flatnonzero(active).tolist()} in BF16{weights}"
-    return model, tokenizer, f"{kind}, every layer of the 8-bit model on its BF16 path{weights}"
-
-
-def _last_layers(subject: Subject) -> list[int]:
-    """The model's layers on the recovery path in the last step of training."""
-    assert subject.adapter is not None
-    trace = read_trace(subject.adapter / "trace.jsonl")
-    active = trace.steps[-1]["active"] if trace.steps else []
-    return [trace.header["units"][unit]["layer"] for unit in active]
-
-
-def adapter_effect(model: Any) -> float:
-    """Largest change of a logit that the adapter makes on a fixed input; 0.0: none."""
-    ids = torch.arange(5, 21, device=model.device)[None]
-    with torch.no_grad(), cast_notes_silenced():
-        on = model(input_ids=ids).logits
-        with model.disable_adapter():
-            off = model(input_ids=ids).logits
-    return float((on - off).abs().max())
 
 
 def run_task(

@@ -22,6 +22,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from .config import ConfigError, GNMRConfig
+from .yaml12 import Yaml12
 
 
 class RecipeError(ConfigError):
@@ -165,45 +166,6 @@ LEAST: dict[str, float] = {
 MOST: dict[str, float] = {"lora.lora_dropout": 1, "training.label_smoothing_factor": 1}
 
 
-class _Yaml12(yaml.SafeLoader):
-    """Safe loading with YAML 1.2's plain scalars: ``2e-5`` is a float, ``on`` and ``1:30`` are strings, ``010`` is 10.
-
-    A key that stands twice in a section is refused, where plain YAML takes the last.
-    """
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
-        if twice is not None:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} stands twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-_Yaml12.yaml_implicit_resolvers = {
-    first: [(tag, regexp) for tag, regexp in resolvers if not tag.endswith((":float", ":int", ":bool", ":timestamp"))]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Yaml12.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
-_Yaml12.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]+$"), list("-+0123456789"))
-_Yaml12.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"),
-    list("-+.0123456789"),
-)
-
-
-def _int(loader: Any, node: Any) -> int:
-    return int(loader.construct_scalar(node))
-
-
-def _float(loader: Any, node: Any) -> float:
-    return float(loader.construct_scalar(node).lower().replace(".inf", "inf").replace(".nan", "nan"))
-
-
-_Yaml12.add_constructor("tag:yaml.org,2002:int", _int)
-_Yaml12.add_constructor("tag:yaml.org,2002:float", _float)
-
-
 def find_recipe(name: str) -> Path:
     """A recipe file by path, or by name among those that come with the package (``quickstart``, ``quickstart.yaml``).
 
@@ -235,7 +197,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | tuple[str, 
         RecipeError: naming key, value and what is allowed.
     """
     try:
-        raw = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Yaml12)  # noqa: S506 (a SafeLoader)
+        raw = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=Yaml12)  # noqa: S506 (a SafeLoader)
     except yaml.YAMLError as error:
         raise RecipeError(f"{path} is not YAML: {error}") from error
     except (OSError, UnicodeDecodeError) as error:
@@ -255,7 +217,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | tuple[str, 
             raise RecipeError(f"override {override!r}: section.key=value is allowed, e.g. training.max_steps=20")
         _known(section, list(SECTIONS), "section")
         try:
-            raw.setdefault(section, {})[name] = yaml.load(text, Loader=_Yaml12)  # noqa: S506 (a SafeLoader)
+            raw.setdefault(section, {})[name] = yaml.load(text, Loader=Yaml12)  # noqa: S506 (a SafeLoader)
         except yaml.YAMLError as error:
             raise RecipeError(f"override {override!r}: the value is not YAML ({error})") from error
     training = check_training(raw.get("training", {}))

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from .census import census_in_words, take_census, trace_header
-from .checks import one_process_of_several, refuse_unreduced_gradients, scaler_missing
+from .checks import is_distributed, one_process_of_several, refuse_unreduced_gradients, scaler_missing
 from .config import ConfigError, GNMRConfig, SetupError
 from .controller import Bools, Controller, Decision
 from .gradients import GradientNorms, Reading
@@ -92,9 +92,7 @@ class GNMRSession:
             raise ConfigError(
                 f"gradient_accumulation_steps={gradient_accumulation_steps!r}: a whole number above 0 is allowed"
             )
-        self.main_process = not (torch.distributed.is_available() and torch.distributed.is_initialized()) or (
-            torch.distributed.get_rank() == 0
-        )
+        self.main_process = not is_distributed() or torch.distributed.get_rank() == 0
         self.decision: Decision | None = None
         """The latest decision; None before the first step."""
         self.summary: dict[str, Any] | None = None

@@ -300,7 +300,7 @@ def test_what_is_thrown_away_leaves_nothing_behind(tiny):
 def test_several_processes_without_ddp_and_sharded_parameters_are_refused(tiny, monkeypatch):
     model = with_lora(load_int8(tiny)).train()
     with monkeypatch.context() as patch:
-        patch.setattr("hf_gnmr.checks._distributed", lambda: True)
+        patch.setattr("hf_gnmr.checks.is_distributed", lambda: True)
         patch.setattr(torch.distributed, "get_world_size", lambda: 2)
         with pytest.raises(SetupError, match="2 processes, and the model is not under DistributedDataParallel"):
             new_session(model)
