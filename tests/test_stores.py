@@ -241,7 +241,7 @@ def slow_slots(tiny, seconds):
 
 
 def test_copies_run_beside_and_only_the_layer_that_needs_them_waits(slotted, tiny):
-    model, backend, copy = slow_slots(tiny, 0.02)
+    model, backend, copy = slow_slots(tiny, 0.1)
     backend.reserve(1)
     expected = logits(load_bf16(tiny).eval())
     started = {}
@@ -250,10 +250,10 @@ def test_copies_run_beside_and_only_the_layer_that_needs_them_waits(slotted, tin
         layer.register_forward_pre_hook(lambda m, a, i=i: started.update({i: time.perf_counter()}))
     start = time.perf_counter()
     backend.apply(active(2))
-    assert time.perf_counter() - start < 0.02, "the decision does not wait for seven copies of 20 ms"
+    assert time.perf_counter() - start < 0.35, "the decision does not wait for seven copies of 100 ms"
     logits(model)
-    assert started[2] - start < 0.1, "nor do layers 0 and 1"
-    assert time.perf_counter() - start > 7 * 0.02, "the layer itself does"
+    assert started[2] - start < 0.6, "nor do layers 0 and 1"
+    assert time.perf_counter() - start > 7 * 0.1, "the layer itself does"
     assert copy.count == 7 and all(name.startswith("hf_gnmr") for name in copy.threads)
     backend.apply(active())
     backend.apply(active(2))
