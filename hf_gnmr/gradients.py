@@ -25,6 +25,7 @@ import torch
 from accelerate.state import GradientState
 from torch import Tensor, nn
 
+from .checks import is_distributed
 from .config import SetupError
 from .controller import Bools, Floats
 from .units import Unit, unwrap
@@ -143,7 +144,7 @@ class GradientNorms:
         seen = np.zeros(len(self.parameters), dtype=bool)
         seen[order] = True
         seen_units = np.logical_or.reduceat(seen[: self._of_units], self._segments)
-        if scaled_loss and self._scaler is None and _looks_scaled(float(values[len(order) + 2])):
+        if scaled_loss and self._scaler is None and _looks_scaled(float(values[len(order) + 2]), self._backwards):
             raise SetupError(
                 f"the loss enters the backward times {values[len(order) + 2]:g}, as a loss scaler does it, and none was "
                 "given: its scale would be in every norm. Pass scaler= (accelerator.scaler)"
@@ -255,8 +256,15 @@ class _LossHook:
         self.norms._arm(grad)
 
 
-def _looks_scaled(weight: float) -> bool:
-    """Whether the weight of a step's loss (1 for a mean over the step) is a power of two as large as loss scalers'."""
+def _looks_scaled(weight: float, backwards: int) -> bool:
+    """Whether the weight of a step's loss is a power of two as large as loss scalers'.
+
+    It is 1 for a mean over the step, the number of micro-batches for their sum, and either of them times the number of
+    processes where DDP's average has to be undone (as the Trainer does it for a mean over all tokens): none of these is one.
+    """
+    world = torch.distributed.get_world_size() if is_distributed() else 1
+    if any(math.isclose(weight, usual, rel_tol=1e-6) for usual in (backwards, world, backwards * world)):
+        return False
     return weight >= 256 and abs(math.log2(weight) - round(math.log2(weight))) < 1e-6
 
 

@@ -15,7 +15,7 @@ import transformers as hf
 from conftest import load_int8, token_rows, trace_lines, with_lora
 from transformers import TrainerCallback
 
-from hf_gnmr import ConfigError, GNMRCallback, GNMRSession, SetupError, last_checkpoint
+from hf_gnmr import ConfigError, GNMRCallback, GNMRSession, SetupError, gradients, last_checkpoint
 from hf_gnmr.backends.switchable import SwitchableLinear8bitLt
 from hf_gnmr.options import Options
 
@@ -201,6 +201,15 @@ def test_a_scaler_that_was_not_told_is_noticed(tiny):
     (model(**BATCHES[0]).loss * 1000).backward()  # a factor of one's own is no business of ours
     session.observe()
     session.detach()
+
+
+def test_sums_over_many_micro_batches_and_processes_are_no_loss_scale(monkeypatch):
+    assert gradients._looks_scaled(65536.0, 4) and gradients._looks_scaled(1024.0, 1)
+    assert not gradients._looks_scaled(256.0, 256), "256 micro-batches, summed"
+    monkeypatch.setattr("hf_gnmr.gradients.is_distributed", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 512)
+    assert not gradients._looks_scaled(512.0, 1), "a mean over all tokens on 512 processes"
+    assert not gradients._looks_scaled(2048.0, 4) and gradients._looks_scaled(65536.0, 4)
 
 
 def test_an_order_in_which_nothing_can_be_protected_is_refused(tiny):
