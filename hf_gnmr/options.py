@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -102,42 +103,49 @@ def take_over(
     backend = BACKENDS[options.backend](model, units, **more)
     count = int(backend.recoverable.sum())
     try:
-        if count and isinstance(config.max_o, int) and config.max_o > count:
-            raise ConfigError(f"max_o={config.max_o}: the model has {count} recoverable units, at most that is allowed")
-        config = within_memory(config, options, backend)
-        if config.fidelity_warmup and not backend.holds_all and config.resolve_max_o(count) < count:
-            raise ConfigError(
-                f"fidelity_warmup={config.fidelity_warmup} lifts all {count} units, and recovery={options.recovery!r} holds "
-                f"{config.resolve_max_o(count)} of them on this device: use recovery='device', which holds all, or none"
-            )
+        bounds = [backend.recovery_bytes_bound(lifted) for lifted in range(count + 1)]
+        config = within_budget(config, options, bounds, holds_all=backend.holds_all)
     except BaseException:
         backend.remove()
         raise
     return units, backend, config
 
 
-def within_memory(config: GNMRConfig, options: Options, backend: Backend) -> GNMRConfig:
-    """`config` with the largest max_o of which any choice of units stays within `max_recovery_memory`.
+def within_budget(
+    config: GNMRConfig, options: Options, bounds: Sequence[int], *, holds_all: bool
+) -> GNMRConfig:
+    """`config` with a max_o that the model and `max_recovery_memory` allow: any choice of so many units fits.
+
+    Args:
+        bounds: the most that 0, 1, … all recoverable units can add, in bytes.
+        holds_all: whether the store holds all units whatever max_o is (a fidelity warm-up lifts all of them).
 
     Raises:
-        ConfigError: no unit fits, the fidelity warm-up does not, max_o is given as well, or units add nothing.
+        ConfigError: more units than there are, no unit fits, the fidelity warm-up does not, max_o is given as well as a
+            budget, or units add nothing.
     """
-    if options.max_recovery_memory is None:
-        return config
-    given = f"max_recovery_memory={options.max_recovery_memory!r}"
-    budget = parse_bytes("max_recovery_memory", options.max_recovery_memory)
-    if config.max_o != GNMRConfig().max_o:
-        raise ConfigError(f"{given} and max_o={config.max_o!r}: give one of them")
-    count = int(backend.recoverable.sum())
-    bounds = [backend.recovery_bytes_bound(units) for units in range(count + 1)]
-    if bounds[-1] == 0:
-        raise ConfigError(f"{given}: lifted units add no memory here (recovery={options.recovery!r}); give max_o instead")
-    fitting = max(units for units, size in enumerate(bounds) if size <= budget)
-    if fitting == 0:
-        raise ConfigError(f"{given} is below one unit: the largest adds {bounds[1]:,} bytes")
-    if config.fidelity_warmup and fitting < count:
+    count = len(bounds) - 1
+    if count and isinstance(config.max_o, int) and config.max_o > count:
+        raise ConfigError(f"max_o={config.max_o}: the model has {count} recoverable units, at most that is allowed")
+    warm_up = f"fidelity_warmup={config.fidelity_warmup} lifts all {count} units, which add {bounds[-1]:,} bytes"
+    if options.max_recovery_memory is not None:
+        given = f"max_recovery_memory={options.max_recovery_memory!r}"
+        budget = parse_bytes("max_recovery_memory", options.max_recovery_memory)
+        if config.max_o != GNMRConfig().max_o:
+            raise ConfigError(f"{given} and max_o={config.max_o!r}: give one of them")
+        if bounds[-1] == 0:
+            raise ConfigError(
+                f"{given}: lifted units add no memory here (recovery={options.recovery!r}); give max_o instead"
+            )
+        fitting = max(units for units, size in enumerate(bounds) if size <= budget)
+        if fitting == 0:
+            raise ConfigError(f"{given} is below one unit: the largest adds {bounds[1]:,} bytes")
+        if config.fidelity_warmup and fitting < count:
+            raise ConfigError(f"{given}: {warm_up}")
+        config = dataclasses.replace(config, max_o=fitting)
+    if config.fidelity_warmup and not holds_all and config.resolve_max_o(count) < count:
         raise ConfigError(
-            f"{given} and fidelity_warmup={config.fidelity_warmup}: the warm-up lifts all {count} units, which add "
-            f"{bounds[-1]:,} bytes"
+            f"{warm_up}, and recovery={options.recovery!r} holds {config.resolve_max_o(count)} of them on this device: use "
+            "recovery='device', which holds all, or no warm-up"
         )
-    return dataclasses.replace(config, max_o=fitting)
+    return config

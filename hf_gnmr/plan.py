@@ -20,8 +20,9 @@ import bitsandbytes as bnb
 import torch
 
 from .backends.residual import CHUNK
-from .config import ConfigError, GNMRConfig, SetupError, parse_bytes
+from .config import ConfigError, SetupError, parse_bytes
 from .models import BUILTIN, lora_config
+from .options import Options, within_budget
 from .recipe import Recipe, RecipeError, find_recipe, load_recipe
 from .units import find_units
 
@@ -84,7 +85,7 @@ def plan(recipe: Recipe, *, processes: int = 1, rows: int | None = None) -> dict
     ]
     sizes = [sum(2 * m.weight.numel() for m in modules) for modules in units]
     recoverable = sorted((size for size in sizes if size), reverse=True)
-    max_o = _max_o(recipe, recoverable)
+    max_o = _max_o(recipe, recoverable, cast)
     lifted = len(recoverable) if recipe.trigger.name == "all" or recipe.gnmr.fidelity_warmup else max_o
     slots = sum(recoverable[:lifted])
     in_units = sum(size // 2 for size in sizes)
@@ -201,31 +202,20 @@ def _bytes(parameters: Any) -> int:
     return sum(2 * p.numel() for p in parameters)
 
 
-def _max_o(recipe: Recipe, recoverable: list[int]) -> int:
-    budget, warm_up = recipe.backend.max_recovery_memory, recipe.gnmr.fidelity_warmup
-    if warm_up and (budget is not None or _way(recipe).startswith("INT8, recovery=host on a GPU")):
-        held = recipe.gnmr.resolve_max_o(len(recoverable))
-        if budget is not None or held < len(recoverable):
-            raise RecipeError(
-                f"gnmr.fidelity_warmup={warm_up} lifts all {len(recoverable)} units, {sum(recoverable):,} bytes: they fit "
-                "neither the slots of recovery='host' on an accelerator nor a budget. Use recovery='device', or no warm-up"
-            )
-    if budget is not None and (recipe.backend.recovery != "host" or recipe.trigger.name != "gnmr"):
-        raise RecipeError(
-            f"backend.max_recovery_memory={budget!r}: lifted units add nothing that it could bound with "
-            f"recovery={recipe.backend.recovery!r} and trigger={recipe.trigger.name!r}"
-        )
-    if budget is None:
-        if isinstance(recipe.gnmr.max_o, int) and recipe.gnmr.max_o > len(recoverable):
-            raise RecipeError(f"gnmr.max_o={recipe.gnmr.max_o}: the model has {len(recoverable)} recoverable units")
+def _max_o(recipe: Recipe, recoverable: list[int], cast: bool) -> int:
+    """maxO as the run itself would have it, or its refusal."""
+    backend = recipe.backend
+    if backend.name != "int8":
         return recipe.gnmr.resolve_max_o(len(recoverable))
-    if recipe.gnmr.max_o != GNMRConfig().max_o:
-        raise RecipeError(f"backend.max_recovery_memory={budget!r} and gnmr.max_o={recipe.gnmr.max_o!r}: give one of them")
-    size = parse_bytes("backend.max_recovery_memory", budget)
-    fitting = max(n for n in range(len(recoverable) + 1) if sum(recoverable[:n]) <= size)
-    if fitting == 0:
-        raise RecipeError(f"backend.max_recovery_memory={budget!r} is below one unit of {recoverable[0]:,} bytes")
-    return fitting
+    options = Options(
+        trigger=recipe.trigger.name, recovery=backend.recovery, recovery_source=backend.recovery_source,
+        max_recovery_memory=backend.max_recovery_memory, pin_memory=backend.pin_memory, eval_path=backend.eval_path,
+    )
+    on_gpu = _way(recipe).startswith("INT8, recovery=host on a GPU")
+    adds = backend.recovery == "host" and (on_gpu or not cast)
+    bounds = [sum(recoverable[:lifted]) if adds else 0 for lifted in range(len(recoverable) + 1)]
+    config = within_budget(recipe.gnmr, options, bounds, holds_all=not on_gpu)
+    return config.resolve_max_o(len(recoverable))
 
 
 def _way(recipe: Recipe) -> str:

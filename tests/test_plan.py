@@ -76,7 +76,7 @@ def test_a_budget_and_what_does_not_fit(recipe_file, capsys):
         (["--device-memory", "lots"], "--device-memory='lots'"),
         (["backend.max_recovery_memory=1KB", "gnmr.max_o=0.25"], "is below one unit"),
         (["backend.max_recovery_memory=1MB"], "give one of them"),
-        (["backend.max_recovery_memory=1MB", "gnmr.max_o=0.25", "backend.recovery=device"], "nothing that it could bound"),
+        (["backend.max_recovery_memory=1MB", "gnmr.max_o=0.25", "backend.recovery=device"], "units add no memory here"),
         (["gnmr.fidelity_warmup=0.5", "training.use_cpu=false"], "lifts all 3 units"),
         (["gnmr.max_o=9"], "the model has 3 recoverable units"),
         (["lora.target_modules=[nothing]"], "lora (target_modules=['nothing'])"),

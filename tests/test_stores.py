@@ -30,7 +30,7 @@ from hf_gnmr.backends.slots import Slots
 from hf_gnmr.backends.stores import InPlace
 from hf_gnmr.config import parse_bytes
 from hf_gnmr.controller import Controller
-from hf_gnmr.options import Options, within_memory
+from hf_gnmr.options import Options, within_budget
 from hf_gnmr.units import find_units
 
 IDS = torch.tensor([row["input_ids"] for row in token_rows(4)])
@@ -390,7 +390,7 @@ def test_a_switch_makes_no_tensor(recovery, tiny):
 
 def test_what_the_slots_cannot_hold_is_refused(slotted, tiny):
     model = with_lora(load_int8(tiny))
-    with pytest.raises(ConfigError, match="fidelity_warmup=0.5 lifts all 3 units, and recovery='host' holds 1"):
+    with pytest.raises(ConfigError, match="fidelity_warmup=0.5 lifts all 3 units.*recovery='host' holds 1"):
         GNMRSession(model, max_o=1, total_steps=10, fidelity_warmup=0.5)
     GNMRSession(model, max_o=1, total_steps=10, fidelity_warmup=0.5, recovery="device").detach()
     GNMRSession(model, max_o=3, total_steps=10, fidelity_warmup=0.5).detach()
@@ -520,11 +520,12 @@ def test_the_budget_is_never_exceeded_and_no_smaller_than_it_must_be(data):
     sizes = data.draw(st.lists(st.integers(1, 1000), min_size=1, max_size=12))
     budget = data.draw(st.integers(1, 1 + sum(sizes)))
     backend, options = Sized(sizes), Options(max_recovery_memory=budget)
+    bounds = [backend.recovery_bytes_bound(units) for units in range(len(sizes) + 1)]
     if budget < max(sizes):
         with pytest.raises(ConfigError, match="is below one unit: the largest adds"):
-            within_memory(GNMRConfig(), options, backend)
+            within_budget(GNMRConfig(), options, bounds, holds_all=True)
         return
-    config = within_memory(GNMRConfig(alpha_init_fraction=0.0), options, backend)
+    config = within_budget(GNMRConfig(alpha_init_fraction=0.0), options, bounds, holds_all=True)
     worst = sorted(sizes)[::-1]
     assert sum(worst[: config.max_o]) <= budget
     assert config.max_o == len(sizes) or sum(worst[: config.max_o + 1]) > budget
@@ -544,7 +545,7 @@ def test_a_budget_in_place_of_max_o(tiny, trainer_for, tmp_path):
         ({"max_recovery_memory": "10KB"}, "below one unit: the largest adds 73,728 bytes"),
         ({"max_recovery_memory": "150KB", "max_o": 1}, "max_recovery_memory='150KB' and max_o=1: give one of them"),
         ({"max_recovery_memory": "150KB", "recovery": "device"}, "lifted units add no memory here"),
-        ({"max_recovery_memory": "150KB", "fidelity_warmup": 0.5}, "the warm-up lifts all 3 units, which add 221,184 bytes"),
+        ({"max_recovery_memory": "150KB", "fidelity_warmup": 0.5}, "lifts all 3 units, which add 221,184 bytes"),
     ):
         with pytest.raises(ConfigError, match=message):
             trainer_for(with_lora(load_int8(tiny)), GNMRCallback(**options)).train()
