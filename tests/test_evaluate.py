@@ -52,6 +52,12 @@ def runs(tmp_path_factory, tiny_lm, rows_file):
     return folder
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """What goes to the working directory goes to the test's."""
+    monkeypatch.chdir(tmp_path)
+
+
 def evaluate(*arguments, tasks=("hellaswag",), status=0):
     assert cli(["eval", *map(str, arguments), "--data", "builtin", "--tasks", *tasks, "--offline"]) == status
 
