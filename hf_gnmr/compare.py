@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from .config import ConfigError
+from .scores import figure, standard_error
 from .subjects import EVAL_FOLDER, folder_for, resolve
 from .trace import TraceError, read_json, write_json, write_text
 
@@ -85,9 +86,11 @@ def compare(folders: list[Path], against: str | None = None) -> dict[str, Any]:
             for metric, value in result["metrics"].items():
                 column = f"{result['task']} {metric}"
                 cell = {
-                    "value": float(value), "stderr": result["stderr"].get(metric), "n": result["n"],
+                    "value": float(value), "n": result["n"],
+                    "stderr": standard_error(metric, result["per_item"][metric], result["per_item_weight"]),
                     "shots": result["shots"], "limit": result["key"]["limit"], "smoke": result["smoke"],
-                    "model": result["model"], "lm_eval": result["lm_eval"], "files": result["key"]["files"],
+                    "model": result["model"], "truncated": result.get("truncated", 0), "lm_eval": result["lm_eval"],
+                    "files": result["key"]["files"],
                 }
                 other = next((r for r in rows.get(reference or "", []) if r["task"] == result["task"]), None)
                 if other is not None and name != reference:
@@ -134,20 +137,16 @@ def difference(ours: Result, theirs: Result, metric: str) -> dict[str, Any] | No
     weights = np.array([ours["per_item_weight"].get(f"{metric}|{item}", 1.0) for item in items])
     generator = np.random.default_rng(0)
 
-    def figure(values: np.ndarray, index: np.ndarray) -> np.ndarray:
-        if "perplexity" not in metric and metric != "bits_per_byte":
-            return values[index].mean(axis=-1)
-        mean = -values[index].sum(axis=-1) / weights[index].sum(axis=-1)
-        return mean / np.log(2) if metric == "bits_per_byte" else np.exp(mean)
+    def apart(index: np.ndarray) -> np.ndarray:
+        return figure(metric, a[index], weights[index]) - figure(metric, b[index], weights[index])
 
-    every = np.arange(len(items))
     drawn = []
     for _ in range(DRAWS // 100):  # a hundred at a time: all at once would take gigabytes for MMLU
         index = generator.integers(0, len(items), (100, len(items)))
-        drawn.append(figure(a, index) - figure(b, index))
+        drawn.append(apart(index))
     low, high = np.quantile(np.concatenate(drawn), [0.025, 0.975])
     return {
-        "value": float(figure(a, every) - figure(b, every)), "low": float(low), "high": float(high), "items": len(items),
+        "value": float(apart(np.arange(len(items)))), "low": float(low), "high": float(high), "items": len(items),
         "within_noise": bool(low <= 0.0 <= high) if len(items) >= LEAST else None,
     }
 
@@ -178,7 +177,7 @@ def markdown(table: dict[str, Any]) -> str:
     for column in table["columns"]:
         asked = dict.fromkeys(
             f"n {c['n']}, shots {', '.join(map(str, c['shots']))}{', limit ' + str(c['limit']) if c['limit'] else ''}, "
-            f"{', '.join(c['files'])}"
+            f"{str(c['truncated']) + ' prompts cut on the left, ' if c['truncated'] else ''}{', '.join(c['files'])}"
             for cells in table["rows"].values() if (c := cells.get(column))
         )
         lines.append(f"{column}: {'; '.join(asked)}." + (" NOT THE SAME ITEMS in all rows." if len(asked) > 1 else ""))

@@ -8,6 +8,7 @@ task's figures and per-item results go to a file of their own when the task is d
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.metadata
 import importlib.util
 import os
@@ -17,11 +18,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 
 from .backends.int8 import cast_notes_silenced
 from .config import ConfigError, SetupError
 from .environment import machine
+from .harness import block_of, run_task
 from .models import load_tokenizer, model_source
 from .subjects import Subject, adapter_effect, build, folder_for, identity_of, resolve, short_hash
 from .tasks import (
@@ -31,10 +33,7 @@ from .tasks import (
     fingerprint,
     harness_tasks,
     parse_tasks,
-    perplexity,
     splits_of,
-    text_of,
-    token_perplexity,
 )
 from .trace import TraceError, free_name, read_json, write_json
 
@@ -73,6 +72,12 @@ def main(argv: list[str] | None = None) -> int:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: a whole number above 0 is allowed")
         if any(request.name != "wikitext_tokens" for request in requests) and not importlib.util.find_spec("lm_eval"):
             raise ConfigError("these tasks need lm-eval: pip install 'hf-gnmr[eval]'")
+        for option, given, names in (
+            ("--shots", options.shots is not None, ("gsm8k", "mmlu")), ("--chat-template", options.chat_template, NAMES[:3])
+        ):
+            without = [request.label for request in requests if given and request.name not in names]
+            if without:
+                print(f"{option} says nothing to {', '.join(without)}", flush=True)
         for request in requests:  # missing and broken files are told before a model is loaded
             splits = splits_of(request, options.data)
             _check_shots(request, splits, options.shots)
@@ -168,14 +173,17 @@ def evaluate(
     tasks = {r: harness_tasks(r, options.data) for r, _, _ in wanted if r.name != "wikitext_tokens"}
     model, tokenizer, what = build(subject, precision, options.dtype)
     print(f"{subject.label}: {what}", flush=True)
-    effect = adapter_effect(model) if subject.adapter is not None else None
+    autocast = subject.autocast(options.dtype)
+    effect = adapter_effect(model, autocast) if subject.adapter is not None else None
     if effect == 0.0:
         print(f"{subject.label}: ADAPTER WITHOUT EFFECT: it changes no logit; these are the base model's scores", flush=True)
     for request, file, key in wanted:
         start = time.perf_counter()
         print(f"{subject.label}, {precision}, {request.label} ...", flush=True)
         with cast_notes_silenced():
-            found = run_task(model, tokenizer, request, tasks.get(request, {}), options)
+            found = run_task(model, tokenizer, request, tasks.get(request, {}), options, autocast)
+        if found.get("truncated"):
+            print(f"  {found['truncated']} of {found['n']} prompts were cut on the left, too long for the model", flush=True)
         if file.is_file():
             os.replace(file, free_name(file))
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -186,6 +194,11 @@ def evaluate(
             "machine": machine(), "lm_eval": version_of("lm_eval"), **found,
         })
         print(f"  {', '.join(f'{k} {v:.4f}' for k, v in found['metrics'].items())} (n {found['n']}) -> {file}", flush=True)
+    # Adapted models are cycles: without a collection the next run's model would be loaded beside this one.
+    del model
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def version_of(package: str) -> str:
@@ -212,104 +225,7 @@ def check_before_loading(subject: Subject, requests: list[Request], options: arg
             "original model"
         )
     if any(request.name == "wikitext_tokens" for request in requests):
-        _block(config, options)
-
-
-def _block(config: Any, options: argparse.Namespace) -> int:
-    """Tokens a block of wikitext_tokens."""
-    longest = getattr(config.get_text_config(), "max_position_embeddings", 2048) or 2048
-    block = options.block or min(2048, longest)
-    if block > longest:
-        raise ConfigError(f"--block {block}: the model takes {longest} tokens")
-    if options.stride is not None and options.stride > block:
-        raise ConfigError(f"--stride {options.stride}: at most the block's length, {block}")
-    return block
-
-
-def run_task(
-    model: Any, tokenizer: Any, request: Request, tasks: dict[str, Any], options: argparse.Namespace
-) -> dict[str, Any]:
-    """`metrics`, `stderr`, `n`, `shots`, `per_item` (metric -> scores by item) and what else belongs to the figures."""
-    if request.name == "wikitext_tokens":
-        return _tokens(model, tokenizer, request, options)
-    from lm_eval import evaluator
-    from lm_eval.models.huggingface import HFLM
-
-    lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=options.batch_size)
-    shots = options.shots if request.name in ("gsm8k", "mmlu") else None
-    found = evaluator.simple_evaluate(
-        model=lm, tasks=list(tasks.values()), num_fewshot=shots, limit=options.limit, bootstrap_iters=1000,
-        apply_chat_template=options.chat_template,
-        gen_kwargs=f"max_gen_toks={options.max_gen_tokens}" if request.name == "gsm8k" else None,
-    )
-    per_item: dict[str, dict[str, float]] = {}
-    weights: dict[str, float] = {}
-    hashes: dict[str, str] = {}
-    answers: dict[str, Any] = {}
-    for task, samples in found["samples"].items():
-        for sample in samples:
-            item = f"{task}/{sample['doc_id']}"
-            hashes[item] = f"{sample['prompt_hash'][:12]}-{sample['target_hash'][:12]}"
-            answers[item] = sample["resps"]
-            for metric in sample["metrics"]:
-                name = metric if sample["filter"] == "none" else f"{metric},{sample['filter']}"
-                value = sample[metric]
-                if isinstance(value, (tuple, list)):  # (log-likelihood, words or bytes)
-                    weights[f"{name}|{item}"] = float(value[1])
-                    value = value[0]
-                per_item.setdefault(name, {})[item] = float(value)
-    metrics: dict[str, float] = {}
-    stderr: dict[str, float | None] = {}
-    for name, items in per_item.items():
-        values = np.array(list(items.values()))
-        if "perplexity" in name or name == "bits_per_byte":
-            total = -values.sum() / sum(weights[f"{name}|{item}"] for item in items)
-            metrics[name] = float(total / np.log(2)) if name == "bits_per_byte" else float(np.exp(total))
-        else:
-            # MMLU's subjects weigh as many as their items, and their variances are pooled, as lm-eval's own group does.
-            metrics[name] = float(values.mean())
-            stderr[name] = _pooled_stderr(items)
-    fewshot = {task: config.get("num_fewshot") for task, config in found["configs"].items()}
-    return {
-        "metrics": metrics, "stderr": stderr, "n": len(next(iter(per_item.values()))),
-        "shots": sorted({0 if n is None else n for n in fewshot.values()}),
-        "subtasks": {task: {k: v for k, v in figures.items() if isinstance(v, float)}
-                     for task, figures in found["results"].items()},
-        "per_item": per_item, "per_item_weight": weights, "item_hash": hashes, "answers": answers,
-    }
-
-
-def _pooled_stderr(items: dict[str, float]) -> float | None:
-    """Standard error of the mean, variances pooled over the subtasks that items (``subtask/number``) belong to."""
-    groups: dict[str, list[float]] = {}
-    for item, value in items.items():
-        groups.setdefault(item.rpartition("/")[0], []).append(value)
-    free = len(items) - len(groups)
-    if free < 1:
-        return None
-    squares = sum(float(np.square(np.array(g) - np.mean(g)).sum()) for g in groups.values())
-    return float(np.sqrt(squares / free / len(items)))
-
-
-def _tokens(model: Any, tokenizer: Any, request: Request, options: argparse.Namespace) -> dict[str, Any]:
-    from tqdm import tqdm
-
-    text = text_of(options.data)
-    block = _block(model.config, options)
-    blocks = list(tqdm(
-        token_perplexity(model, tokenizer, text, block=block, stride=options.stride, limit=options.limit), unit="block",
-        desc="token perplexity",
-    ))
-    if not blocks:
-        raise ConfigError(f"{request.label}: the text has no token to score")
-    name = "token_perplexity"
-    return {
-        "metrics": {name: perplexity(blocks)}, "stderr": {}, "n": len(blocks), "shots": [0], "block": block,
-        "tokens": int(sum(b["tokens"] for b in blocks)),
-        "per_item": {name: {f"block/{i}": -b["nll"] for i, b in enumerate(blocks)}},
-        "per_item_weight": {f"{name}|block/{i}": b["tokens"] for i, b in enumerate(blocks)},
-        "item_hash": {f"block/{i}": f"{block}-{options.stride}-{int(b['tokens'])}" for i, b in enumerate(blocks)},
-    }
+        block_of(config, options)
 
 
 if __name__ == "__main__":

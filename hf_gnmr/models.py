@@ -160,7 +160,8 @@ def load_adapter(model: Any, folder: str, key: str) -> None:
         result = set_peft_model_state_dict(model, load_peft_weights(folder, device="cpu"))
     except (OSError, ValueError, RuntimeError) as error:
         raise RecipeError(f"{key}={folder!r} does not fit: {error}") from error
-    missing = [name for name in result.missing_keys if "lora_" in name]
+    prefix = getattr(model.base_model, "prefix", "lora_")
+    missing = [name for name in result.missing_keys if prefix in name]
     if missing or result.unexpected_keys:
         raise RecipeError(
             f"{key}={folder!r} does not fit: {len(missing)} tensors missing, "

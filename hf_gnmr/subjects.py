@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,20 @@ class Subject:
     """Whether it was trained over an 8-bit base (or, without training, is asked for in INT8)."""
     recipe: Recipe | None = None
     """Of a run of ours."""
+    adapter_kind: str = "LORA"
+    """PEFT's name for it."""
+    checkpoint: int | None = None
+    """Step of a run's checkpoint; None: the run's end."""
 
     @property
     def place(self) -> str:
         """Where it is: a resolved folder, or a name on the Hub."""
         folder = Path(self.label).expanduser()
         return str(folder.resolve()) if folder.is_dir() else self.label
+
+    def autocast(self, dtype: str) -> torch.dtype | None:
+        """Over an 8-bit base PEFT returns fp32 from IA3 and others, LoRA apart, and attention refuses it."""
+        return getattr(torch, dtype) if self.int8 and self.adapter_kind != "LORA" and dtype != "float32" else None
 
     @property
     def precision(self) -> str:
@@ -58,26 +67,36 @@ def resolve(run: str, base: str | None, precision: str | None) -> Subject:
     """
     folder = Path(run).expanduser()
     adapter = folder / "adapter_model.safetensors"
-    if base is not None and ((folder / "recipe.yaml").is_file() or not (folder / "adapter_config.json").is_file()):
-        raise ConfigError(f"--base {base}: {run} has a base of its own; the option is for a PEFT adapter's folder")
-    if (folder / "recipe.yaml").is_file():
-        recipe = load_recipe(folder / "recipe.yaml")
+    if base is not None and not ((folder / "recipe.yaml").is_file() or (folder / "adapter_config.json").is_file()):
+        raise ConfigError(f"--base {base}: {run} holds no adapter that could be put over another base")
+    above = folder.resolve().parent
+    step = re.fullmatch(r"checkpoint-(\d+)", folder.resolve().name) if (above / "recipe.yaml").is_file() else None
+    if step is not None or (folder / "recipe.yaml").is_file():
+        recipe = load_recipe((above if step else folder) / "recipe.yaml")
         if not adapter.is_file():
             raise ConfigError(f"{run}: no adapter_model.safetensors in it: the run is not finished")
-        return Subject(run, recipe.model, folder, recipe.backend.name == "int8", recipe)
+        section = recipe.model if base is None else replace(recipe.model, name=base)
+        if base is not None:
+            print(f"{run}: trained over {recipe.model.name}, and put over {base}", flush=True)
+        at = int(step[1]) if step else None
+        return Subject(run, section, folder, recipe.backend.name == "int8", recipe, checkpoint=at)
     if (folder / "adapter_config.json").is_file():
         if not adapter.is_file():
             raise ConfigError(f"{run}: adapter_config.json without adapter_model.safetensors")
         config = read_json(folder / "adapter_config.json")
-        if config.get("peft_type") != "LORA":
-            raise ConfigError(f"{run}: a {config.get('peft_type')} adapter; LoRA adapters are evaluated here")
+        if config.get("num_virtual_tokens") is not None:
+            raise ConfigError(
+                f"{run}: a {config.get('peft_type')} adapter adds virtual tokens to the prompt; only adapters inside the "
+                "layers (LoRA, IA3, LoKr, ...) are evaluated here"
+            )
         named = config.get("base_model_name_or_path")
         name = base or named
         if base is not None and named and str(named) != base:
             print(f"{run}: the adapter names {named} as its base, and is put over {base}", flush=True)
         if not name:
             raise ConfigError(f"{run}: the adapter does not say what its base model is: give --base")
-        return Subject(run, ModelSection(name=str(name)), folder, precision in ("low", "final"))
+        kind = str(config.get("peft_type"))
+        return Subject(run, ModelSection(name=str(name)), folder, precision in ("low", "final"), adapter_kind=kind)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ConfigError(
             f"{run}: neither a run (recipe.yaml), nor an adapter (adapter_config.json), nor a model (config.json)"
@@ -166,15 +185,21 @@ def build(subject: Subject, precision: str, dtype: str) -> tuple[Any, Any, str]:
 def _last_layers(subject: Subject) -> list[int]:
     """The model's layers on the recovery path in the last step of training."""
     assert subject.adapter is not None
-    trace = read_trace(subject.adapter / "trace.jsonl")
-    active = trace.steps[-1]["active"] if trace.steps else []
+    trace = read_trace((subject.adapter if subject.checkpoint is None else subject.adapter.resolve().parent) / "trace.jsonl")
+    steps = [s for s in trace.steps if subject.checkpoint is None or s["step"] == subject.checkpoint]
+    if not steps:
+        raise ConfigError(f"--precision final: the trace of {subject.label} has no step {subject.checkpoint or ''}")
+    active = steps[-1]["active"]
     return [trace.header["units"][unit]["layer"] for unit in active]
 
 
-def adapter_effect(model: Any) -> float:
+def adapter_effect(model: Any, autocast: torch.dtype | None = None) -> float:
     """Largest change of a logit that the adapter makes on a fixed input; 0.0: none."""
     ids = torch.arange(5, 21, device=model.device)[None]
-    with torch.no_grad(), cast_notes_silenced():
+    with (
+        torch.no_grad(), cast_notes_silenced(),
+        torch.autocast(model.device.type, dtype=autocast, enabled=autocast is not None),
+    ):
         on = model(input_ids=ids).logits
         with model.disable_adapter():
             off = model(input_ids=ids).logits

@@ -6,7 +6,7 @@
 | `mmlu`, `mmlu:SUBJECT` | lm-eval: multiple choice by log-likelihood | `mmlu/test*.jsonl`, `mmlu/dev.jsonl` for the shots |
 | `hellaswag` | lm-eval: continuation log-likelihood, plain and by length | `hellaswag/validation*.jsonl` |
 | `wikitext` | lm-eval: word and byte perplexity by page | `wikitext2/test.raw`, else `wikitext2/validation.raw` |
-| `wikitext_tokens` | ours (`token_perplexity`): perplexity by token over fixed blocks | the same |
+| `wikitext_tokens` | ours (`eval/tasks/`): perplexity by token over fixed blocks | the same |
 
 Rows have the fields of the public data sets: `question`, `answer`; `question`, `subject`, `choices`, `answer` (0 to 3);
 `activity_label`, `ctx_a`, `ctx_b`, `endings`, `label`. The data folder `builtin` is a handful of rows that the project makes
@@ -17,16 +17,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import itertools
 import json
-import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from .config import ConfigError
 
@@ -238,46 +236,14 @@ def _as_dataset(rows: dict[str, list[dict[str, Any]]]) -> Callable[..., Any]:
     return lambda **ignored: made
 
 
-# -- token perplexity ---------------------------------------------------------------------------------------------------
-
-
-def token_perplexity(
-    model: Any, tokenizer: Any, text: str, *, block: int, stride: int | None = None, limit: int | None = None
-) -> Iterator[dict[str, float]]:
-    """Autoregressive perplexity by token over fixed blocks of a text, as quantisation papers print it.
-
-    The text is tokenised whole, without special tokens. Block after block of `block` tokens goes through the model by
-    itself; with a stride below the block's length blocks overlap, and only the tokens that no block before has scored
-    count. A block's first token is never scored.
-
-    Args:
-        model: a causal language model in eval mode; logits (1, n, vocabulary).
-        block: tokens a block, at most the model's own length.
-        stride: tokens from one block's beginning to the next one's; None: `block`, no overlap.
-        limit: blocks at most; None: the whole text.
-
-    Yields:
-        after each block: `nll` (its sum over scored tokens, nats) and `tokens` (how many it scored).
-    """
-    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], device=model.device)
-    stride = block if stride is None else stride
-    scored = 0
-    for count, start in enumerate(range(0, max(1, len(ids) - 1), stride)):
-        if limit is not None and count >= limit:
-            return
-        piece = ids[start : start + block]
-        first = max(scored - start, 1)  # position in the block of the first token that counts
-        if len(piece) <= first:
-            return
-        with torch.no_grad():
-            logits = model(input_ids=piece[None], use_cache=False).logits[0].float()
-        nll = torch.nn.functional.cross_entropy(logits[first - 1 : -1], piece[first:], reduction="sum")
-        yield {"nll": float(nll), "tokens": len(piece) - first}
-        scored = start + len(piece)
-        if scored >= len(ids):
-            return
-
-
-def perplexity(blocks: list[dict[str, float]]) -> float:
-    """exp of the mean over all scored tokens."""
-    return math.exp(sum(b["nll"] for b in blocks) / sum(b["tokens"] for b in blocks))
+@functools.cache
+def own_task(name: str) -> Any:
+    """The module of a task of ours, in ``eval/tasks``; an installed package has it in ``hf_gnmr/eval_tasks``."""
+    package = Path(__file__).parent
+    folders = (package / "eval_tasks", package.parent / "eval" / "tasks")
+    file = next(folder / f"{name}.py" for folder in folders if (folder / f"{name}.py").is_file())
+    spec = importlib.util.spec_from_file_location(f"hf_gnmr.eval_tasks.{name}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

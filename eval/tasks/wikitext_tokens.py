@@ -1,0 +1,57 @@
+"""Token perplexity over fixed blocks: the WikiText-2 figure that quantisation papers print.
+
+lm-eval's own `wikitext` task gives word and byte perplexity by document, and none of its request types takes token ids,
+which blocks of an exact length need; so this task is a function of its own: ``wikitext_tokens`` of ``hf-gnmr eval``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def token_perplexity(
+    model: Any, tokenizer: Any, text: str, *, block: int, stride: int | None = None, limit: int | None = None
+) -> Iterator[dict[str, float]]:
+    """Autoregressive perplexity by token over fixed blocks of a text.
+
+    The text is tokenised whole, without special tokens. Block after block of `block` tokens goes through the model by
+    itself; with a stride below the block's length blocks overlap, and only the tokens that no block before has scored
+    count. A block's first token is never scored.
+
+    Args:
+        model: a causal language model in eval mode; logits (1, n, vocabulary).
+        tokenizer: the model's.
+        text: scored whole, unless `limit` says otherwise.
+        block: tokens a block, at most the model's own length.
+        stride: tokens from one block's beginning to the next one's; None: `block`, no overlap.
+        limit: blocks at most; None: the whole text.
+
+    Yields:
+        after each block: `nll` (its sum over scored tokens, nats) and `tokens` (how many it scored).
+    """
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], device=model.device)
+    stride = block if stride is None else stride
+    scored = 0
+    for count, start in enumerate(range(0, max(1, len(ids) - 1), stride)):
+        if limit is not None and count >= limit:
+            return
+        piece = ids[start : start + block]
+        first = max(scored - start, 1)  # position in the block of the first token that counts
+        if len(piece) <= first:
+            return
+        with torch.no_grad():
+            logits = model(input_ids=piece[None], use_cache=False).logits[0].float()
+        nll = torch.nn.functional.cross_entropy(logits[first - 1 : -1], piece[first:], reduction="sum")
+        yield {"nll": float(nll), "tokens": len(piece) - first}
+        scored = start + len(piece)
+        if scored >= len(ids):
+            return
+
+
+def perplexity(blocks: list[dict[str, float]]) -> float:
+    """exp of the mean over all scored tokens."""
+    return math.exp(sum(b["nll"] for b in blocks) / sum(b["tokens"] for b in blocks))

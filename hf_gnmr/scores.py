@@ -1,0 +1,61 @@
+"""From scores by item to a task's figure and its standard error."""
+
+from __future__ import annotations
+
+import numpy as np
+
+RESAMPLES = 1000
+Array = np.ndarray
+
+
+def is_perplexity(metric: str) -> bool:
+    """Whether a metric's items are log-likelihoods with a weight (words, bytes or tokens)."""
+    return "perplexity" in metric or metric == "bits_per_byte"
+
+
+def figure(metric: str, values: Array, weights: Array) -> Array:
+    """A metric of items, over the last axis.
+
+    Args:
+        metric: its name.
+        values: (..., items); log-likelihoods in nats for perplexities, else scores.
+        weights: as `values`; what a log-likelihood is of, in words, bytes or tokens. Not used by plain scores.
+
+    Returns:
+        (...): the mean of scores, or exp of the mean negative log-likelihood by unit of weight (in bits for bits_per_byte).
+    """
+    if not is_perplexity(metric):
+        return values.mean(axis=-1)
+    mean = -values.sum(axis=-1) / weights.sum(axis=-1)
+    return mean / np.log(2) if metric == "bits_per_byte" else np.exp(mean)
+
+
+def standard_error(metric: str, items: dict[str, float], weights: dict[str, float]) -> float | None:
+    """Standard error of a figure.
+
+    For scores, of the mean, with variances pooled over the subtasks that items (``subtask/number``) belong to, as lm-eval's
+    own groups do. For perplexities, the spread of 1,000 bootstrap draws of the pages or blocks (seed 0).
+
+    Args:
+        metric: its name.
+        items: score by item.
+        weights: weight by ``metric|item``, see `figure`.
+
+    Returns:
+        None where there are too few items.
+    """
+    values = np.array([float(v) for v in items.values()])
+    if is_perplexity(metric):
+        if len(items) < 2 or not np.isfinite(values).all():
+            return None
+        weight = np.array([weights[f"{metric}|{item}"] for item in items])
+        drawn = np.random.default_rng(0).integers(0, len(items), (RESAMPLES, len(items)))
+        return float(figure(metric, values[drawn], weight[drawn]).std(ddof=1))
+    groups: dict[str, list[float]] = {}
+    for item, value in items.items():
+        groups.setdefault(item.rpartition("/")[0], []).append(float(value))
+    free = len(items) - len(groups)
+    if free < 1:
+        return None
+    squares = sum(float(np.square(np.array(g) - np.mean(g)).sum()) for g in groups.values())
+    return float(np.sqrt(squares / free / len(items)))
