@@ -102,6 +102,18 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, and the special ones: 259 tokens."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([PAD, BOS, EOS, *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
+    )
+
+
 def build_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
     """The model's shape: 6 layers, width 192, 6 query and 2 key-value heads, tied embeddings.
 

@@ -8,11 +8,14 @@ A step's way: the model's backward leaves a reading of the norms (`gradients`), 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
@@ -25,14 +28,18 @@ from .options import Options, make_config, take_over
 from .session import GNMRSession
 from .units import Unit
 
+SIGNAL_FILE = "gnmr_trigger.safetensors"
+
 
 class GNMRCallback(TrainerCallback, ExportableState):
     """Runtime stability control for low-precision training, as a Trainer callback.
 
     Args:
         config: thresholds and budget; None means the defaults of `GNMRConfig`. Its fields may also be given as keywords.
-        backend: "int8" (bitsandbytes INT8 ↔ BF16) or "none" (monitor only).
-        trigger: "gnmr", "none" (all on the low-cost path) or "all" (all on the recovery path).
+        backend: "int8" (bitsandbytes INT8 ↔ BF16), "activation" (saved activations in few bits) or "none" (monitor only).
+        trigger: "gnmr", "none" (all on the low-cost path), "all" (all on the recovery path), "gsnr", "jacobian", "static",
+            "random".
+        trigger_options: the trigger's own, see `hf_gnmr.triggers`, e.g. {"promotion_ratio": 0.1} of "random".
         recovery: the store of recovery weights: "host" (originals off the device), "device" (both paths resident, about two
             bytes a weight) or "dequantize" (BF16 compute on the 8-bit weights).
         recovery_source: folder or Hub id of the original weights; None: what the model was loaded from.
@@ -40,6 +47,9 @@ class GNMRCallback(TrainerCallback, ExportableState):
         eval_path: path in eval mode: "low", "recovery" or "active".
         max_recovery_memory: device memory that lifted layers may add, instead of max_o: bytes, "6GB", "500MiB".
         pin_memory: with "host" on an accelerator, hold the originals in pinned host memory.
+        unit: of the backend "activation": "projection" or "layer".
+        bits_low, bits_recovery, format: of the same: bits of saved inputs on either path (2 to 8; 16: not quantised),
+            "float" or "int".
         trace_path: file for the trace; None: `trace.jsonl` in the Trainer's output_dir; False: no trace, no summary.
 
     Raises:
@@ -59,12 +69,19 @@ class GNMRCallback(TrainerCallback, ExportableState):
         eval_path: str = "low",
         max_recovery_memory: int | str | None = None,
         pin_memory: bool = False,
+        trigger_options: Mapping[str, Any] | None = None,
+        unit: str = "projection",
+        bits_low: int = 4,
+        bits_recovery: int = 8,
+        format: str = "float",
         trace_path: str | os.PathLike[str] | bool | None = None,
         **settings: Any,
     ) -> None:
         self.config = make_config(config, settings, "GNMRCallback")
         self.options = Options(
-            backend, trigger, recovery, recovery_source, max_recovery_memory, pin_memory, layers, eval_path
+            backend=backend, trigger=trigger, trigger_options=dict(trigger_options or {}), recovery=recovery,
+            recovery_source=recovery_source, max_recovery_memory=max_recovery_memory, pin_memory=pin_memory, layers=layers,
+            eval_path=eval_path, unit=unit, bits_low=bits_low, bits_recovery=bits_recovery, format=format,
         )
         if trace_path is not None and trace_path is not False and not isinstance(trace_path, (str, os.PathLike)):
             raise ConfigError(f"trace_path={trace_path!r}: a path, None or False is allowed")
@@ -122,7 +139,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
             session.main_process = state.is_world_process_zero
             if self.trace_path is not False:
                 session.trace = Path(args.output_dir) / TRACE_FILE if self.trace_path is None else Path(str(self.trace_path))
-            self._restore(session, state)
+            self._restore(session, state, Path(args.output_dir))
             session.begin()
         except BaseException:
             session.detach()
@@ -149,6 +166,15 @@ class GNMRCallback(TrainerCallback, ExportableState):
         assert self.session is not None
         self.session.decide(skipped=bool(getattr(kwargs.get("optimizer"), "step_was_skipped", False)))
 
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Tensors that the trigger goes on from, beside the Trainer's own files."""
+        tensors = {} if self.session is None or self.session.signal is None else self.session.signal.tensors()
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if tensors and state.is_world_process_zero and folder.is_dir():
+            partial = folder / f"{SIGNAL_FILE}.partial"
+            save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, partial)
+            os.replace(partial, folder / SIGNAL_FILE)
+
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -167,18 +193,13 @@ class GNMRCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """What the Trainer stores in `trainer_state.json`: arguments to build this callback anew, and its state."""
-        options = self.options
+        options = dataclasses.asdict(self.options)
+        source = options["recovery_source"]
         return {
             "args": {
                 "config": self.config.to_dict(),
-                "backend": options.backend,
-                "trigger": options.trigger,
-                "recovery": options.recovery,
-                "recovery_source": None if options.recovery_source is None else str(options.recovery_source),
-                "layers": options.layers,
-                "eval_path": options.eval_path,
-                "max_recovery_memory": options.max_recovery_memory,
-                "pin_memory": options.pin_memory,
+                **options,
+                "recovery_source": None if source is None else str(source),
                 "trace_path": self.trace_path if isinstance(self.trace_path, bool) or self.trace_path is None
                 else str(self.trace_path),
             },
@@ -189,7 +210,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
             },
         }
 
-    def _restore(self, session: GNMRSession, state: TrainerState) -> None:
+    def _restore(self, session: GNMRSession, state: TrainerState, folder: Path) -> None:
         """Continue from the state in the checkpoint, if this is a resumed run."""
         # The Trainer files a callback's state under its class's name. A checkpoint written without this callback has no
         # entry, and the Trainer's next save would miss it.
@@ -200,6 +221,13 @@ class GNMRCallback(TrainerCallback, ExportableState):
         saved = attributes.get("_state")
         run_id = None if saved is None else attributes.get("_run_id")
         session.resume(state.global_step, saved, run_id, attributes.get("_setup"))
+        tensors = folder / f"checkpoint-{state.global_step}" / SIGNAL_FILE
+        if session.signal is not None and session.signal.tensors():
+            if tensors.is_file():
+                session.signal.load_tensors(load_file(tensors))
+            else:
+                name = self.options.trigger
+                warnings.warn(f"no {tensors}: the running means of trigger {name!r} start anew", stacklevel=2)
         if saved is None:
             warnings.warn(
                 f"resumed at step {state.global_step} from a checkpoint without GNMR state: the history starts anew",

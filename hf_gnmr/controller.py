@@ -13,7 +13,7 @@ models, formats or torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -162,6 +162,10 @@ class Controller:
     """
 
     trigger: ClassVar[str] = "gnmr"
+    signal: ClassVar[str | None] = None
+    """What it needs measured beside the norms (`signals.SIGNALS`); None: nothing."""
+    options: ClassVar[Mapping[str, Any]] = {}
+    """A trigger's own options and their defaults."""
 
     def __init__(
         self,
@@ -170,6 +174,7 @@ class Controller:
         *,
         total_steps: int | None = None,
         recoverable: ArrayLike | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         if num_units < 1:
             raise ConfigError(f"num_units={num_units!r}: at least 1 unit is needed")
@@ -186,10 +191,25 @@ class Controller:
         self.monitor = RiskMonitor(num_units, self.config.delta)
         self.policy = RecoveryPolicy(mask, self.max_o, self.config.t_lock)
         self.steps_done = 0
+        self.given: dict[str, Any] = {**self.options, **(options or {})}
+        self.scores: Floats = np.ones(num_units)
+        """GNMR of the latest step."""
+        self._prepare()
         self.active: Bools = self._paths(np.zeros(num_units, dtype=bool))
         """Units on the recovery path in the step that comes next, bool, shape (num_units,)."""
 
-    def step(self, norms: ArrayLike, seen: ArrayLike | None = None) -> Decision:
+    def _prepare(self) -> None:
+        """Check and resolve a trigger's own options."""
+        return None
+
+    @property
+    def exact(self) -> bool:
+        """Whether the coming step is to run in 16 bits throughout, whatever the recovery path is."""
+        return False
+
+    def step(
+        self, norms: ArrayLike, seen: ArrayLike | None = None, signal: ArrayLike | None = None
+    ) -> Decision:
         """Read the norms of one optimizer step and decide about the next one.
 
         Args:
@@ -198,6 +218,7 @@ class Controller:
             seen: bools, shape (num_units,): units that had a gradient at all; None: all. One that had none (a layer that was
                 skipped, or is frozen for a while) is not observed: a zero would pull its mean down, and its next ordinary
                 gradient would look like a spike.
+            signal: what `self.signal` asks for, shape (num_units,); nan where a unit gave none.
 
         Raises:
             ValueError: wrong shape, or a negative norm.
@@ -210,11 +231,17 @@ class Controller:
         gnmr, delta_gnmr = self.monitor.observe(values, there)
         risk = gnmr / alpha if beta is None else np.maximum(gnmr / alpha, delta_gnmr / beta)
         risk[~there] = 0.0
-        triggered, seated = self.policy.select(risk)
+        self.scores = gnmr
+        measured = None if signal is None else np.asarray(signal, dtype=np.float64)
+        triggered, seated = self._choose(risk, there, values, measured)
         self.active = self._paths(seated)
         return Decision(
             self.steps_done, alpha, beta, gnmr, delta_gnmr, risk, triggered, self.active.copy(), there
         )
+
+    def _choose(self, risk: Floats, seen: Bools, norms: Floats, signal: Floats | None) -> tuple[Bools, Bools]:
+        """Triggered and seated units."""
+        return self.policy.select(risk)
 
     def most_active(self) -> int:
         """The most units that can be on the recovery path at a time: maxO, or all in a fidelity warm-up, which is exempt."""
@@ -243,7 +270,17 @@ class Controller:
             "gnmr_count": self.monitor.gnmr_count.tolist(),
             "lock": self.policy.lock.tolist(),
             "active": self.active.tolist(),
+            "options": dict(self.given),
+            **self._more_state(),
         }
+
+    def _more_state(self) -> dict[str, Any]:
+        """What a trigger keeps beside the monitor and the policy, as plain JSON values."""
+        return {}
+
+    def _load_more(self, state: dict[str, Any]) -> None:
+        """The inverse of `_more_state`."""
+        return None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()` of a controller with the same units and settings.
@@ -261,8 +298,9 @@ class Controller:
             ("num_units", self.num_units),
             ("recoverable", self.recoverable.tolist()),
             ("config", self.config.to_dict()),
+            ("options", dict(self.given)),
         ):
-            if state.get(name) != ours:
+            if state.get(name, {} if name == "options" else None) != ours:
                 raise ConfigError(
                     f"controller state was written with {name}={state.get(name)!r}, this run has {ours!r}: "
                     "resume with the model and settings of the checkpoint, or start anew"
@@ -276,6 +314,7 @@ class Controller:
         self.monitor.gnmr_count = np.array(state["gnmr_count"], dtype=np.int64)
         self.policy.lock = np.array(state["lock"], dtype=np.int64)
         self.active = np.array(state["active"], dtype=bool)
+        self._load_more(state)
 
 
 def check_norms(norms: ArrayLike, num_units: int) -> Floats:

@@ -21,7 +21,8 @@ from .journal import SUMMARY_FILE, TRACE_FILE
 from .recipe import Recipe, RecipeError
 
 FINISHED = ("adapter_model.safetensors", "results.json", SUMMARY_FILE)
-"""Files that a run leaves at its end."""
+"""Files that a run under LoRA leaves at its end; one that trains all weights leaves the model instead of the adapter."""
+MODEL = ("model.safetensors", "model.safetensors.index.json")
 BEGUN = (TRACE_FILE, "recipe.yaml", "environment.json")
 """Files that a run leaves at its beginning."""
 SECTIONS_KEPT = ("model", "lora", "data", "training", "gnmr", "backend", "trigger")
@@ -69,7 +70,7 @@ class OutputFolder:
             return
         self.checkpoint = last_checkpoint(self.path) if run.resume == "auto" else Path(str(run.resume))
         if self.checkpoint is None:
-            finished = self.files(FINISHED)
+            finished = self.files((*FINISHED, *MODEL))
             if finished:
                 raise RecipeError(
                     f"run.resume=auto: {str(self.path)!r} holds a run ({', '.join(finished[:3])}) but no whole "
@@ -109,7 +110,8 @@ class OutputFolder:
 
     def is_complete(self) -> bool:
         """Whether a run that has done all its steps has also left what it leaves at its end."""
-        return len(self.files(FINISHED)) == len(FINISHED)
+        weights = FINISHED[:1] if self.recipe.lora is not None else MODEL
+        return bool(self.files(weights)) and len(self.files(FINISHED[1:])) == len(FINISHED[1:])
 
     def claim(self) -> None:
         """Move a run that is to be overwritten aside (folder.1, folder.2, …), and make the folder."""
@@ -133,7 +135,9 @@ class OutputFolder:
         for key, value in (
             ("model.name", recipe.model.name),
             ("data.name", recipe.data.name),
-            ("lora.init_adapter", recipe.lora.init_adapter),
+            ("model.tokenizer", recipe.model.tokenizer),
+            ("lora.init_adapter", None if recipe.lora is None else recipe.lora.init_adapter),
+            ("trigger.trace", recipe.trigger.trace),
             ("backend.recovery_source", recipe.backend.recovery_source),
         ):
             if value and Path(value).exists() and Path(value).resolve().is_relative_to(folder):
@@ -162,9 +166,9 @@ class OutputFolder:
         """Refuse to go on with a run under other settings than it was begun with."""
         new = dataclasses.asdict(self.recipe)
         for section in SECTIONS_KEPT if self.begun_with else ():
-            old = self.begun_with.get(section, {})
-            for key in {**old, **new[section]}:
-                value, before = new[section].get(key), old.get(key)
+            old, now = self.begun_with.get(section) or {}, new[section] or {}
+            for key in {**old, **now}:
+                value, before = now.get(key), old.get(key)
                 if value != before and not FREE_ON_RESUME.fullmatch(f"{section}.{key}"):
                     raise RecipeError(
                         f"{section}.{key}={value!r}: the run that is to be resumed was begun with {before!r}; resume with "

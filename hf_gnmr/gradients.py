@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from .checks import is_distributed
 from .config import SetupError
 from .controller import Bools, Floats
+from .signals import Signal
 from .units import Unit, unwrap
 
 
@@ -50,6 +51,8 @@ class Reading:
     """Backward passes that made the step."""
     began: float
     """`time.perf_counter()` at the step's first forward."""
+    signal: Floats | None = None
+    """What the trigger's signal measured per unit, float64; None where it has none."""
 
 
 class GradientNorms:
@@ -59,9 +62,12 @@ class GradientNorms:
         model: the model whose `forward` the Trainer calls (below DDP and torch.compile).
         units: the monitored units.
         scaler: the gradient scaler in use (a `torch.amp.GradScaler`), or None.
+        signal: what the trigger needs measured as well, or None.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], scaler: Any = None) -> None:
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], scaler: Any = None, signal: Signal | None = None
+    ) -> None:
         of_units = [p for unit in units for p in unit.parameters]
         known = {id(p) for p in of_units}
         rest = [p for p in unwrap(model).parameters() if p.requires_grad and id(p) not in known]
@@ -73,6 +79,8 @@ class GradientNorms:
         for i, p in enumerate(self.parameters):
             self._groups.setdefault((p.device, p.dtype), []).append(i)
         self._scaler = scaler
+        self._signal = signal
+        self._signal_values = 0
         self._state = GradientState()
         self._armed = False
         self._frozen = [p for p in unwrap(model).parameters() if not p.requires_grad and p.is_floating_point()]
@@ -93,6 +101,8 @@ class GradientNorms:
     def remove(self) -> None:
         """Take the hook off the model."""
         self._handle.remove()
+        if self._signal is not None:
+            self._signal.remove()
 
     def read(self) -> Reading | None:
         """The reading of the optimizer step that is about to happen; None if no backward told of one.
@@ -133,6 +143,8 @@ class GradientNorms:
             self._seconds += self._events[0].elapsed_time(self._events[1]) / 1e3
         start = time.perf_counter()
         values = vector.to("cpu", torch.float64).numpy()
+        measured, values = values[: self._signal_values], values[self._signal_values :]
+        signal = None if self._signal is None else self._signal.combine(measured)
         per_parameter = np.zeros(len(self.parameters))
         per_parameter[order] = values[: len(order)]
         scale = float(values[len(order)])
@@ -153,7 +165,7 @@ class GradientNorms:
         self.discard()
         seconds = self._seconds + time.perf_counter() - start
         self._seconds = 0.0
-        return Reading(norms, seen_units, total_norm, loss, seconds, backwards, start if began is None else began)
+        return Reading(norms, seen_units, total_norm, loss, seconds, backwards, start if began is None else began, signal)
 
     @property
     def unread(self) -> int:
@@ -164,6 +176,8 @@ class GradientNorms:
         """Forget the backward passes since the last reading."""
         self._pending, self._losses, self._weights, self.step_losses = None, [], [], []
         self._backwards, self._began, self._mark = 0, None, 0
+        if self._signal is not None:
+            self._signal.discard()
 
     @property
     def elsewhere(self) -> int:
@@ -220,7 +234,12 @@ class GradientNorms:
                 order += present
         which = order[0] if order else 0
         self._version = (which, self.parameters[which]._version)
-        parts.append(self._scale(home))
+        scale = self._scale(home)
+        parts.append(scale)
+        if self._signal is not None:
+            self._seconds += self._signal.seconds
+            parts.insert(0, self._signal.values(scale).to(home))
+            self._signal_values = len(parts[0])
         if self._losses:
             parts.append(torch.stack([x.to(home, torch.float32, non_blocking=True) for x in self._losses]).sum()[None])
             parts.append(torch.stack([x.to(home, torch.float32, non_blocking=True) for x in self._weights]).sum()[None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -28,6 +29,35 @@ def held_out_figures(trainer: Trainer, recipe: Recipe, held_out: list[dict[str, 
             "generate_seconds": round(time.perf_counter() - start, 1),
         }
     return figures
+
+
+def perplexity_figures(trainer: Trainer, recipe: Recipe) -> dict[str, Any]:
+    """Held-out loss and perplexity of a model trained on packed text, at its end and at earlier evaluations.
+
+    `evaluations`: an entry each: `step`, `tokens` (trained on so far), `loss`, `perplexity`.
+    """
+    arguments = trainer.args
+    a_step = (
+        arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+        * recipe.data.max_length
+    )
+    evaluations = [
+        {
+            "step": line["step"], "tokens": line["step"] * a_step, "loss": line["eval_loss"],
+            "perplexity": perplexity_of(line["eval_loss"]),
+        }
+        for line in trainer.state.log_history if "eval_loss" in line
+    ]
+    loss = trainer.evaluate()["eval_loss"]
+    return {
+        "eval_loss": loss, "eval_perplexity": perplexity_of(loss), "eval_blocks": len(trainer.eval_dataset),
+        "tokens": trainer.state.global_step * a_step, "evaluations": evaluations,
+    }
+
+
+def perplexity_of(loss: float) -> float:
+    """exp of a loss in nats a token; inf for one that is too large."""
+    return math.inf if loss > 700 else math.exp(loss)
 
 
 def exact_matches(model: Any, tokenizer: Any, rows: list[dict[str, str]], recipe: Recipe) -> int:

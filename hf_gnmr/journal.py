@@ -58,6 +58,7 @@ class Journal:
         step_ms: float,
         controller_ms: float,
         recovery_bytes: int,
+        more: dict[str, Any] | None = None,
     ) -> None:
         """One step's line; `decision` is None where it was no step for the controller."""
         if self._writer is None:
@@ -80,7 +81,10 @@ class Journal:
             "step_ms": step_ms,
             "controller_ms": controller_ms,
             "recovery_bytes": recovery_bytes,
+            **(more or {}),
         }
+        if reading.signal is not None:
+            record["signal"] = reading.signal.tolist()
         try:
             self._writer.write(record)
         except OSError as error:

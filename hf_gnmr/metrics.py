@@ -60,8 +60,11 @@ def summarise(trace: Trace, last_step: int | None = None) -> dict[str, Any]:
         "steps_on_recovery_by_layer": {
             str(header["units"][unit]["layer"]): count for unit, count in sorted(lifted.items())
         },
+        "peak_saved_bytes": max((line["saved_bytes"] for line in lines if "saved_bytes" in line), default=None),
+        "trigger_bytes": header["census"].get("trigger_bytes", 0),
+        "gss_max": max(global_spike_scores(trace), default=None),
         "peak_recovery_bytes": max((line["recovery_bytes"] for line in lines), default=0),
-        "recovery_bytes_bound": header["census"].get("recovery_bytes_bound", 0),
+        "recovery_bytes_bound": _bound(header, lines),
         "resident_bytes": header["census"].get("resident_bytes", 0),
         "bytes_low": sum(unit["bytes_low"] for unit in header["units"]),
         "bytes_recovery": sum(unit["bytes_recovery"] for unit in header["units"]),
@@ -72,6 +75,26 @@ def summarise(trace: Trace, last_step: int | None = None) -> dict[str, Any]:
         "last_loss": lines[-1]["loss"] if lines else None,
         "trace_cut": trace.cut,
     }
+
+
+def global_spike_scores(trace: Trace) -> list[float]:
+    """GSS of each step: the total gradient norm over its mean over the whole run (Huang et al., arXiv 2501.06842).
+
+    A diagnostic of a finished run and no trigger: it looks ahead, and says nothing of single units. Steps whose norm is
+    not finite are left out.
+    """
+    norms = [float(line["grad_norm"]) for line in trace.steps if line["skipped"] is None]
+    finite = [n for n in norms if math.isfinite(n)]
+    mean = sum(finite) / len(finite) if finite else 0.0
+    return [n / mean for n in finite] if mean else []
+
+
+def _bound(header: dict[str, Any], lines: list[dict[str, Any]]) -> int:
+    """The most that maxO units can add, in bytes; what is counted per token times the most tokens seen."""
+    bound = header["census"].get("recovery_bytes_bound", 0)
+    if header["census"].get("bytes_per_token"):
+        bound *= max((line.get("saved_tokens", 0) for line in lines), default=0)
+    return int(bound)
 
 
 def _cut_off(lines: list[dict[str, Any]], last_step: int | None) -> int:

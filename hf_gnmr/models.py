@@ -35,7 +35,9 @@ def model_source(section: ModelSection) -> str:
     return os.path.expanduser(section.name)
 
 
-def check_depth(source: str, section: ModelSection, gnmr: GNMRConfig, lora: LoraSection) -> None:
+def check_depth(
+    source: str, section: ModelSection, gnmr: GNMRConfig | None, lora: LoraSection | None
+) -> None:
     """Hold what is counted in layers against the depth in the model's configuration, before its weights are loaded.
 
     Raises:
@@ -55,11 +57,64 @@ def check_depth(source: str, section: ModelSection, gnmr: GNMRConfig, lora: Lora
     depth = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
     if depth is None:
         return
-    if isinstance(gnmr.max_o, int) and gnmr.max_o > depth:
+    if gnmr is not None and isinstance(gnmr.max_o, int) and gnmr.max_o > depth:
         raise RecipeError(f"gnmr.max_o={gnmr.max_o}: the model has {depth} decoder layers, at most that is allowed")
-    beyond = [layer for layer in lora.layers_to_transform or [] if not 0 <= layer < depth]
-    if beyond:
+    chosen = None if lora is None else lora.layers_to_transform
+    beyond = [layer for layer in chosen or [] if not 0 <= layer < depth]
+    if beyond and lora is not None:
         raise RecipeError(f"lora.layers_to_transform={lora.layers_to_transform}: the layers are 0 to {depth - 1}")
+
+
+def build_from_scratch(section: ModelSection, seed: int) -> Any:
+    """A model of `section.architecture` with random weights: the same ones for a seed, in fp32 or cast to BF16.
+
+    Raises:
+        RecipeError: values that do not make a model.
+    """
+    from transformers import AutoModelForCausalLM, set_seed
+
+    config = scratch_config(section)
+    try:
+        set_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=section.attn_implementation)
+    except (ValueError, TypeError, RuntimeError, ImportError) as error:
+        raise RecipeError(f"model.architecture: no model can be made of it: {error}") from error
+    return model.to(torch.bfloat16 if section.dtype == "bfloat16" else torch.float32)
+
+
+def scratch_config(section: ModelSection) -> Any:
+    """`section.architecture` as transformers' configuration.
+
+    Raises:
+        RecipeError: an unknown model_type, or values that it refuses.
+    """
+    from transformers import AutoConfig
+
+    values = {k: v for k, v in (section.architecture or {}).items() if k != "dtype"}
+    kind = values.pop("model_type")
+    try:
+        return AutoConfig.for_model(kind, **values)
+    except (ValueError, TypeError, KeyError) as error:
+        raise RecipeError(f"model.architecture: {error}") from error
+
+
+def scratch_tokenizer(section: ModelSection) -> Any:
+    """The tokenizer of a model from scratch.
+
+    Raises:
+        RecipeError: it cannot be loaded, or has more tokens than the model.
+    """
+    assert section.tokenizer is not None and section.architecture is not None
+    if section.tokenizer == "bytes":
+        from .builtin import byte_tokenizer
+
+        tokenizer = byte_tokenizer()
+    else:
+        tokenizer = load_tokenizer(os.path.expanduser(section.tokenizer), section)
+    size = getattr(scratch_config(section), "vocab_size", None)
+    if size is not None and len(tokenizer) > size:
+        raise RecipeError(f"model.architecture.vocab_size={size}: {section.tokenizer} has {len(tokenizer)} tokens")
+    return tokenizer
 
 
 def load_tokenizer(source: str, section: ModelSection) -> Any:

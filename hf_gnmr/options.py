@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import nn
 
 from .backends import BACKENDS, Backend, check_backend
+from .backends.activation import check_bits
 from .backends.int8 import check_options
 from .backends.switchable import restore_plain
 from .checks import refuse_partitioned_gradients
 from .config import ConfigError, GNMRConfig, parse_bytes
 from .triggers import check_trigger
-from .units import Unit, find_units
+from .units import Unit, find_projections, find_units
+
+UNITS = ("projection", "layer")
+OF_BACKEND = {
+    "int8": ("recovery", "recovery_source", "pin_memory", "eval_path"),
+    "activation": ("bits_low", "bits_recovery", "format", "unit"),
+}
+"""Options that only one backend has."""
+NOT_ITS_OWN = ("unit",)
+"""Of those, what the backend itself is not given."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +38,11 @@ class Options:
     """
 
     backend: str = "int8"
-    """"int8" (bitsandbytes INT8 ↔ BF16) or "none" (monitor only)."""
+    """"int8" (bitsandbytes INT8 ↔ BF16), "activation" (saved activations in few bits) or "none" (monitor only)."""
     trigger: str = "gnmr"
-    """"gnmr", "none" (all on the low-cost path) or "all" (all on the recovery path)."""
+    """One of `triggers.TRIGGERS`."""
+    trigger_options: Mapping[str, Any] = field(default_factory=dict)
+    """The trigger's own options, e.g. {"promotion_ratio": 0.1} of "random"."""
     recovery: str = "host"
     """The store of recovery weights: "host", "device" (original BF16 weights both) or "dequantize" (the 8-bit ones)."""
     recovery_source: str | os.PathLike[str] | None = None
@@ -43,10 +55,22 @@ class Options:
     """Pattern for the decoder layers of an unknown architecture, e.g. "transformer.blocks.*"."""
     eval_path: str = "low"
     """Path in eval mode: "low", "recovery" or "active"."""
+    unit: str = "projection"
+    """Units of the backend "activation": "projection" or "layer"."""
+    bits_low: int = 4
+    """Backend "activation": bits of saved activations on the low-cost path."""
+    bits_recovery: int = 8
+    """The same on the recovery path; 16: not quantised."""
+    format: str = "float"
+    """The same: "float" (E2M1, E3M2, E4M3) or "int" (symmetric)."""
 
     def __post_init__(self) -> None:
         check_backend(self.backend)
-        check_trigger(self.trigger)
+        check_trigger(self.trigger, self.trigger_options)
+        check_bits(self.bits_low, self.bits_recovery, self.format)
+        if self.unit not in UNITS:
+            raise ConfigError(f"unit={self.unit!r}: one of {', '.join(map(repr, UNITS))} is allowed")
+        self._refuse_what_says_nothing()
         check_options(
             recovery=self.recovery, recovery_source=self.recovery_source, eval_path=self.eval_path,
             pin_memory=self.pin_memory,
@@ -59,11 +83,26 @@ class Options:
             )
         if self.max_recovery_memory is not None:
             parse_bytes("max_recovery_memory", self.max_recovery_memory)
+            if self.backend == "activation":
+                raise ConfigError(
+                    "max_recovery_memory with backend='activation': what a lifted projection adds depends on the tokens of "
+                    "a batch; give max_o"
+                )
             if self.backend == "none" or self.recovery == "dequantize" or self.trigger != "gnmr":
                 raise ConfigError(
                     f"max_recovery_memory={self.max_recovery_memory!r} bounds what chosen units add; there is nothing to "
                     f"bound with backend={self.backend!r}, recovery={self.recovery!r}, trigger={self.trigger!r}"
                 )
+
+
+    def _refuse_what_says_nothing(self) -> None:
+        """Options of another backend than the one that was chosen."""
+        for backend, names in OF_BACKEND.items():
+            for name in names if backend != self.backend else ():
+                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                    raise ConfigError(
+                        f"{name}={getattr(self, name)!r} belongs to backend={backend!r}; this is backend={self.backend!r}"
+                    )
 
 
 def make_config(config: GNMRConfig | dict[str, Any] | None, settings: dict[str, Any], owner: str) -> GNMRConfig:
@@ -91,15 +130,9 @@ def take_over(
     """
     refuse_partitioned_gradients(model)
     restore_plain(model)  # of a training that was broken off: also where this backend switches nothing
-    units = find_units(model, options.layers)
-    more: dict[str, Any] = {}
-    if options.backend == "int8":
-        more = {
-            "recovery": options.recovery,
-            "recovery_source": options.recovery_source,
-            "pin_memory": options.pin_memory,
-            "eval_path": options.eval_path,
-        }
+    by_projection = options.backend == "activation" and options.unit == "projection"
+    units = (find_projections if by_projection else find_units)(model, options.layers)
+    more = {name: getattr(options, name) for name in OF_BACKEND.get(options.backend, ()) if name not in NOT_ITS_OWN}
     backend = BACKENDS[options.backend](model, units, **more)
     count = int(backend.recoverable.sum())
     try:

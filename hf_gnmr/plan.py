@@ -21,9 +21,10 @@ import torch
 
 from .backends.residual import CHUNK
 from .config import ConfigError, SetupError, parse_bytes
-from .models import BUILTIN, lora_config
+from .models import BUILTIN, lora_config, scratch_config
 from .options import Options, within_budget
-from .recipe import Recipe, RecipeError, find_recipe, load_recipe
+from .plan_activations import activations_in_words, plan_activations
+from .recipe import SCRATCH, Recipe, RecipeError, find_recipe, load_recipe
 from .units import find_units
 
 EXCEPTIONS = 0.012
@@ -50,10 +51,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     print(json.dumps(figures, indent=2) if options.json else in_words(figures))
-    need = figures["ways"][figures["way"]]["device_bytes"]
+    way = figures.get("way", "this recipe")
+    need = figures["ways"][way]["device_bytes"] if "ways" in figures else figures["device_bytes"]
     if limit is not None and need > limit:
         print(
-            f"does not fit: {figures['way']} needs {need:,} bytes before activations, {need - limit:,} more than "
+            f"does not fit: {way} needs {need:,} bytes before activations, {need - limit:,} more than "
             f"--device-memory {options.device_memory} ({limit:,})",
             file=sys.stderr,
         )
@@ -68,6 +70,9 @@ def plan(recipe: Recipe, *, processes: int = 1, rows: int | None = None) -> dict
         RecipeError: no architecture at hand, or adapters that match nothing.
     """
     config, where = architecture(recipe)
+    optimizer = str(recipe.training.get("optim", "adamw_torch"))
+    if recipe.lora is None or recipe.backend.name == "activation":
+        return {**plan_activations(recipe, config, where, _per_parameter(optimizer)), **_steps(recipe, processes, rows)}
     # Before the model is built, which sets it to what it is built in.
     cast = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.") != "bfloat16"
     plain, _ = on_meta(config, recipe, int8=False)
@@ -92,11 +97,7 @@ def plan(recipe: Recipe, *, processes: int = 1, rows: int | None = None) -> dict
     largest = max((m.weight.numel() for modules in units for m in modules), default=0)
     residual = in_units + 6 * math.ceil(EXCEPTIONS * in_units) + 2 * largest + 4 * min(largest, CHUNK)
 
-    optimizer = str(recipe.training.get("optim", "adamw_torch"))
-    kind = optimizer.removeprefix("paged_")
-    per_parameter: float | None = next((size for name, size in STATE_BYTES.items() if kind.startswith(name)), None)
-    if per_parameter is not None:
-        per_parameter /= 4 if "8bit" in kind else 8 if "4bit" in kind else 1
+    per_parameter = _per_parameter(optimizer)
     state = None if per_parameter is None else int(per_parameter * trainable)
     common = 4 * trainable + 4 * trainable + (state or 0)  # adapters and gradients in fp32
     ways = {
@@ -134,11 +135,20 @@ def plan(recipe: Recipe, *, processes: int = 1, rows: int | None = None) -> dict
     }
 
 
+def _per_parameter(optimizer: str) -> float | None:
+    """Bytes of state a parameter; None: not known."""
+    kind = optimizer.removeprefix("paged_")
+    size = next((size for name, size in STATE_BYTES.items() if kind.startswith(name)), None)
+    return None if size is None else size / (4 if "8bit" in kind else 8 if "4bit" in kind else 1)
+
+
 def architecture(recipe: Recipe) -> tuple[Any, str]:
     """The model's configuration and where it is from: its folder, the recipe itself, or the Hub."""
     from transformers import AutoConfig
 
     section = recipe.model
+    if section.name == SCRATCH:
+        return scratch_config(section), "the recipe's own"
     if section.name == BUILTIN:
         from .builtin import base_config
 
@@ -170,6 +180,8 @@ def on_meta(config: Any, recipe: Recipe, *, int8: bool) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
     from transformers.quantizers.auto import AutoHfQuantizer
 
+    section = recipe.lora
+    assert section is not None  # without adapters there is nothing in 8 bits
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         if int8:
@@ -179,9 +191,9 @@ def on_meta(config: Any, recipe: Recipe, *, int8: bool) -> tuple[Any, Any]:
             model.is_loaded_in_8bit = True
         model.requires_grad_(False)
         try:
-            model = get_peft_model(model, lora_config(recipe.lora))
+            model = get_peft_model(model, lora_config(section))
         except (ValueError, TypeError) as error:
-            raise RecipeError(f"lora (target_modules={recipe.lora.target_modules!r}): {error}") from error
+            raise RecipeError(f"lora (target_modules={section.target_modules!r}): {error}") from error
     return model, find_units(model, recipe.model.layers)
 
 
@@ -248,7 +260,8 @@ def _steps(recipe: Recipe, processes: int, rows: int | None) -> dict[str, Any]:
 
 def in_words(figures: dict[str, Any]) -> str:
     """The figures as a table, in decimal GB or MB."""
-
+    if "ways" not in figures:
+        return activations_in_words(figures)
     unit, size_of = ("GB", 1e9) if figures["ways"]["BF16"]["weights"] >= 1e9 else ("MB", 1e6)
 
     def amount(size: int | None) -> str:

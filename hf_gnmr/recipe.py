@@ -34,7 +34,8 @@ class ModelSection:
     """The base model."""
 
     name: str
-    """Hub id, local folder, or ``builtin``: the small LLaMA that the project builds and pre-trains itself."""
+    """Hub id, local folder, ``builtin``: the small LLaMA that the project builds and pre-trains itself, or ``scratch``: a
+    model of `architecture` with random weights, to be pre-trained."""
     revision: str | None = None
     """Branch, tag or commit on the Hub."""
     trust_remote_code: bool = False
@@ -44,8 +45,12 @@ class ModelSection:
     llm_int8_threshold: float = 6.0
     """LLM.int8's outlier threshold (backend int8)."""
     architecture: dict[str, Any] | None = None
-    """transformers configuration values (`model_type` and dimensions) for `hf-gnmr plan`, where the model's own are not at
-    hand; a run holds them against the model's."""
+    """transformers configuration values (`model_type` and dimensions): what ``scratch`` builds; elsewhere for `hf-gnmr
+    plan`, where the model's own are not at hand, and a run holds them against the model's."""
+    tokenizer: str | None = None
+    """For ``scratch``: Hub id or folder of a tokenizer, or ``bytes``: one token a byte."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the weights where all of them are trained (`lora: false`); None: float32."""
     layers: str | None = None
     """Pattern for the decoder layers of an unknown architecture, e.g. ``transformer.blocks.*``."""
 
@@ -69,7 +74,14 @@ class DataSection:
     """Prompt and answer rows; the loss is taken on the answer only."""
 
     name: str
-    """Hub id, a local .json, .jsonl or .parquet file, or ``builtin``: word problems that the project generates."""
+    """Hub id, a local .json, .jsonl or .parquet file (.txt with `text`), or ``builtin``: what the project generates."""
+    text: str | None = None
+    """Column of plain text: pre-training on packed blocks of `max_length` tokens instead of prompts and answers (``text``
+    with .txt files and ``builtin``). `rows` and `eval_rows` then count blocks."""
+    streaming: bool = False
+    """With `text` and a Hub data set: read it while training (needs training.max_steps)."""
+    documents: int | None = None
+    """With `text`: documents that ``builtin`` generates (other sources have their own)."""
     subset: str | None = None
     split: str = "train"
     prompt: str = "question"
@@ -103,6 +115,14 @@ class BackendSection:
     """Device memory that lifted layers may add, instead of gnmr.max_o: bytes, ``6GB``, ``500MiB``."""
     pin_memory: bool = False
     eval_path: str = "low"
+    unit: str = "projection"
+    """Backend ``activation``: ``projection`` or ``layer``."""
+    bits_low: int = 4
+    """Backend ``activation``: bits of saved activations on the low-cost path."""
+    bits_recovery: int = 8
+    """On the recovery path; 16: not quantised."""
+    format: str = "float"
+    """``float`` (E2M1, E3M2, E4M3) or ``int``."""
 
 
 @dataclass
@@ -110,6 +130,20 @@ class TriggerSection:
     """How units are chosen."""
 
     name: str = "gnmr"
+    promotion_ratio: float | None = None
+    """``random``: mean share of units that is lifted."""
+    trace: str | None = None
+    """``random``: a trace whose promotion ratio is taken instead."""
+    seed: int | None = None
+    """``random``: of the draws; None: 0."""
+    warmup: int | float | None = None
+    """``static``: steps of the warm-up in 16 bits, or a share of all; None: 500."""
+    share: float | None = None
+    """``static``: share of units that is lifted for good; None: 0.25."""
+
+    def options(self) -> dict[str, Any]:
+        """The trigger's own options that were given."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if k != "name" and v is not None}
 
 
 @dataclass
@@ -129,7 +163,8 @@ class Recipe:
 
     model: ModelSection
     data: DataSection
-    lora: LoraSection = field(default_factory=LoraSection)
+    lora: LoraSection | None = field(default_factory=LoraSection)
+    """None (``lora: false``): all weights are trained."""
     training: dict[str, Any] = field(default_factory=dict)
     """Fields of `TrainingArguments`."""
     gnmr: GNMRConfig = field(default_factory=GNMRConfig)
@@ -139,7 +174,10 @@ class Recipe:
 
     def to_yaml(self) -> str:
         """The recipe as resolved; reading it back gives an equal one."""
-        return yaml.safe_dump(dataclasses.asdict(self), sort_keys=False, allow_unicode=True)
+        values = dataclasses.asdict(self)
+        if self.lora is None:
+            values["lora"] = False
+        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 SECTIONS: dict[str, type] = {
@@ -155,13 +193,15 @@ SECTIONS: dict[str, type] = {
 
 LEAST: dict[str, float] = {
     "lora.r": 1, "lora.lora_alpha": 1, "lora.lora_dropout": 0, "data.max_length": 8, "data.rows": 1, "data.eval_rows": 0,
-    "data.generate_rows": 0, "data.max_new_tokens": 1, "model.llm_int8_threshold": 0,
+    "data.generate_rows": 0, "data.max_new_tokens": 1, "data.documents": 1, "model.llm_int8_threshold": 0,
     "training.learning_rate": 0, "training.weight_decay": 0, "training.max_grad_norm": 0, "training.warmup_steps": 0,
     "training.per_device_train_batch_size": 1, "training.per_device_eval_batch_size": 1,
     "training.gradient_accumulation_steps": 1, "training.max_steps": 1, "training.num_train_epochs": 0,
     "training.logging_steps": 0, "training.save_steps": 0, "training.seed": 0, "training.label_smoothing_factor": 0,
 }  # fmt: skip
 """Least allowed value of a key. `training.max_steps` may also be -1, transformers' "by epochs"."""
+
+SCRATCH = "scratch"
 
 MOST: dict[str, float] = {"lora.lora_dropout": 1, "training.label_smoothing_factor": 1}
 
@@ -196,20 +236,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | tuple[str, 
     Raises:
         RecipeError: naming key, value and what is allowed.
     """
-    try:
-        raw = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=Yaml12)  # noqa: S506 (a SafeLoader)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{path} is not YAML: {error}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} cannot be read: {error}") from error
-    if not isinstance(raw, dict):
-        raise RecipeError(f"{path}: a recipe has the sections {', '.join(SECTIONS)}")
-    for section, values in raw.items():
-        _known(section, list(SECTIONS), "section")
-        if values is None:
-            raw[section] = {}
-        elif not isinstance(values, dict):
-            raise RecipeError(f"{section}={values!r}: a section holds key: value lines")
+    raw = _read(Path(path))
     for override in overrides:
         key, equals, text = override.partition("=")
         section, dot, name = key.partition(".")
@@ -217,6 +244,8 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | tuple[str, 
             raise RecipeError(f"override {override!r}: section.key=value is allowed, e.g. training.max_steps=20")
         _known(section, list(SECTIONS), "section")
         try:
+            if raw.get(section) is False:
+                raise RecipeError(f"override {override!r}: the recipe says {section}: false")
             raw.setdefault(section, {})[name] = yaml.load(text, Loader=Yaml12)  # noqa: S506 (a SafeLoader)
         except yaml.YAMLError as error:
             raise RecipeError(f"override {override!r}: the value is not YAML ({error})") from error
@@ -227,9 +256,65 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | tuple[str, 
         if section not in raw:
             raise RecipeError(f"{section}: the section is missing; {section}.name says which one to use")
     for section, cls in SECTIONS.items():
-        if section != "training":
+        if section == "lora" and raw.get(section) is False:
+            sections[section] = None
+        elif section != "training":
             sections[section] = _section(section, cls, raw.get(section, {}))
-    return Recipe(**sections)
+    recipe = Recipe(**sections)
+    _fits_together(recipe)
+    return recipe
+
+
+def _read(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A recipe's sections as plain values, over those of the recipe that it `extends`, if any."""
+    try:
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=Yaml12)  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path} is not YAML: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} cannot be read: {error}") from error
+    if not isinstance(raw, dict):
+        raise RecipeError(f"{path}: a recipe has the sections {', '.join(SECTIONS)}")
+    extended = raw.pop("extends", None)
+    base: dict[str, Any] = {}
+    if extended is not None:
+        if not isinstance(extended, str):
+            raise RecipeError(f"extends={extended!r}: the file name of a recipe beside this one is allowed")
+        if path.resolve() in below:
+            raise RecipeError(f"{path} extends itself, by way of {', '.join(p.name for p in below)}")
+        base = _read(path.parent / extended, (*below, path.resolve()))
+    for section, values in raw.items():
+        _known(section, [*SECTIONS, "extends"], "section")
+        if values is None:
+            values = {}
+        if section == "lora" and values is False:
+            base[section] = False
+            continue
+        if not isinstance(values, dict):
+            raise RecipeError(f"{section}={values!r}: a section holds key: value lines")
+        below_it = base.get(section)
+        base[section] = {**(below_it if isinstance(below_it, dict) else {}), **values}
+    return base
+
+
+def _fits_together(recipe: Recipe) -> None:
+    """Raise RecipeError for sections that do not go with each other."""
+    model, data = recipe.model, recipe.data
+    if model.name == SCRATCH:
+        if not model.architecture or "model_type" not in model.architecture or model.tokenizer is None:
+            raise RecipeError("model.name='scratch' needs model.architecture (with model_type) and model.tokenizer")
+        if recipe.lora is not None:
+            raise RecipeError("model.name='scratch' trains all weights: lora: false is allowed")
+    elif model.tokenizer is not None:
+        raise RecipeError(f"model.tokenizer={model.tokenizer!r} is for model.name='scratch'; {model.name} has its own")
+    if recipe.lora is None and recipe.backend.name == "int8":
+        raise RecipeError("lora: false with backend.name='int8': 8-bit weights cannot be trained; adapters are needed")
+    if recipe.lora is not None and model.dtype is not None:
+        raise RecipeError(f"model.dtype={model.dtype!r} is for lora: false; under LoRA the base is BF16 or INT8")
+    if data.text is None and data.streaming:
+        raise RecipeError("data.streaming=True needs data.text: prompts and answers are read whole")
+    if data.documents is not None and data.text is None:
+        raise RecipeError(f"data.documents={data.documents!r} is for text: give data.text, or data.rows")
 
 
 def _section(section: str, cls: type, values: dict[str, Any]) -> Any:

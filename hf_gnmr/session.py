@@ -39,6 +39,7 @@ from .controller import Bools, Controller, Decision
 from .gradients import GradientNorms, Reading
 from .journal import TRACE_FILE, Journal, say, write_summary
 from .options import Options, make_config, take_over
+from .signals import SIGNALS
 from .triggers import make_trigger
 
 
@@ -115,15 +116,24 @@ class GNMRSession:
         self.units, self.backend, self.config = take_over(model, self.config, options)
         try:
             self.controller: Controller = make_trigger(
-                options.trigger, len(self.units), self.config, total_steps=total_steps, recoverable=self.backend.recoverable
+                options.trigger, len(self.units), self.config, total_steps=total_steps, recoverable=self.backend.recoverable,
+                options=options.trigger_options,
             )
-            self._gradients = GradientNorms(model, self.units, scaler)
+            self.signal = SIGNALS[self.controller.signal](self.units) if self.controller.signal else None
+            self._gradients = GradientNorms(model, self.units, scaler, self.signal)
             self.backend.reserve(self.controller.most_active())
-            self.backend.apply(self.controller.active)
+            self._switch()
         except BaseException:
             self.backend.remove()
             raise
         self._scaled = scaler is not None and scaler.is_enabled()
+
+    def _switch(self) -> None:
+        """Put the controller's choice for the coming step in force."""
+        if self.controller.exact:
+            self.backend.apply_exact()
+        else:
+            self.backend.apply(self.controller.active)
 
     def begin(self) -> None:
         """Print the census and open the trace; the first `observe` does so otherwise. After `load_state_dict`, if any."""
@@ -134,6 +144,7 @@ class GNMRSession:
             return
         census = take_census(self.units, self.backend, self.controller)
         census["trainable_parameters_elsewhere"] = self._gradients.elsewhere
+        census["trigger_bytes"] = 0 if self.signal is None else self.signal.state_bytes
         for line in census_in_words(census):
             print(line, flush=True)
         for warning in (one_process_of_several(), scaler_missing(self._scaled)):
@@ -203,8 +214,8 @@ class GNMRSession:
             reason = f"window of {self._micro_batches} micro-batches instead of {self.accumulation}"
         decision = None
         if reason is None:
-            decision = self.decision = self.controller.step(reading.norms, reading.seen)
-            self.backend.apply(decision.active)
+            decision = self.decision = self.controller.step(reading.norms, reading.seen, reading.signal)
+            self._switch()
         end = time.perf_counter()
         self.steps_done += 1
         if self.main_process:
@@ -223,6 +234,7 @@ class GNMRSession:
                 step_ms=1e3 * (end - reading.began),
                 controller_ms=1e3 * (reading.seconds + end - start),
                 recovery_bytes=self.backend.recovery_bytes(active),
+                more=self.backend.step_figures(),
             )
         self._withheld = False
         return decision
@@ -274,6 +286,7 @@ class GNMRSession:
             "setup": self.setup(),
             "run_id": self.run_id,
             "steps_done": self.steps_done,
+            **({} if self.signal is None or not self.signal.tensors() else {"signal": self.signal.tensors()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -283,15 +296,24 @@ class GNMRSession:
             ConfigError: a state of other settings or units.
         """
         self.resume(int(state["steps_done"]), state["controller"], state["run_id"], state["setup"])
+        if self.signal is not None:
+            self.signal.load_tensors(state.get("signal", {}))
 
     def setup(self) -> dict[str, Any]:
         """What a history belongs to, beside the controller's own settings: a resumed run must have the same."""
-        recovery = "none" if self.options.backend == "none" else self.options.recovery
-        return {
+        options = self.options
+        recovery = options.recovery if options.backend == "int8" else "none"
+        setup = {
             "layers": [unit.layer for unit in self.units],
             "gradient_accumulation_steps": self.accumulation,
             "recovery": "originals" if recovery in ("host", "device") else recovery,
         }
+        if options.backend == "activation":
+            setup |= {
+                "units": [unit.name for unit in self.units],
+                "formats": [options.format, options.bits_low, options.bits_recovery],
+            }
+        return setup
 
     def resume(
         self, step: int, controller: dict[str, Any] | None, run_id: str | None, setup: dict[str, Any] | None = None
@@ -305,7 +327,7 @@ class GNMRSession:
                         "the model and settings of the checkpoint, or start anew"
                     )
             self.controller.load_state_dict(controller)
-            self.backend.apply(self.controller.active)
+            self._switch()
         self.discard()
         if self._journal is not None:
             self._journal.close()

@@ -22,6 +22,7 @@ from transformers import (
     TrainerControl,
     TrainerState,
     TrainingArguments,
+    default_data_collator,
     set_seed,
 )
 
@@ -32,10 +33,20 @@ from .config import ConfigError, SetupError
 from .data import check_source, encode, load_rows
 from .environment import environment, environment_in_words, peak_memory
 from .folder import OutputFolder
-from .heldout import held_out_figures
+from .heldout import held_out_figures, perplexity_figures
 from .journal import TRACE_FILE, write_summary
-from .models import add_adapters, check_depth, load_adapter, load_base, load_tokenizer, model_source
-from .recipe import Recipe, RecipeError, find_recipe, load_recipe
+from .models import (
+    add_adapters,
+    build_from_scratch,
+    check_depth,
+    load_adapter,
+    load_base,
+    load_tokenizer,
+    model_source,
+    scratch_tokenizer,
+)
+from .packing import check_text_source, text_blocks
+from .recipe import SCRATCH, Recipe, RecipeError, find_recipe, load_recipe
 from .trace import TraceError, free_name, write_json, write_text
 from .trainer import GNMRTrainer
 
@@ -105,8 +116,15 @@ def train(recipe: Recipe) -> dict[str, Any]:
         max_recovery_memory=recipe.backend.max_recovery_memory,
         pin_memory=recipe.backend.pin_memory,
         layers=recipe.model.layers,
+        trigger_options=recipe.trigger.options(),
+        unit=recipe.backend.unit,
+        bits_low=recipe.backend.bits_low,
+        bits_recovery=recipe.backend.bits_recovery,
+        format=recipe.backend.format,
     )
-    check_source(recipe.data)
+    (check_source if recipe.data.text is None else check_text_source)(recipe.data)
+    if recipe.data.streaming and arguments.max_steps < 1:
+        raise RecipeError("data.streaming=True needs training.max_steps: a stream does not tell how long it is")
     if arguments.eval_strategy != "no" and not recipe.data.eval_rows:
         raise RecipeError(f"training.eval_strategy={recipe.training['eval_strategy']!r} needs data.eval_rows above 0")
     process = PartialState()
@@ -121,19 +139,36 @@ def train(recipe: Recipe) -> dict[str, Any]:
         say(f"the run in {folder.path} is finished ({done} steps): nothing to do")
         return {}
 
+    scratch = recipe.model.name == SCRATCH
     with process.main_process_first():
-        rows, held_out = load_rows(recipe.data, arguments.seed)
-        source = model_source(recipe.model)
-    check_depth(source, recipe.model, recipe.gnmr, recipe.lora)
-    tokenizer = load_tokenizer(source, recipe.model)
-    training_set, counts = encode(rows, tokenizer, recipe.data.max_length)
-    held_out_set, held_out_counts = encode(held_out, tokenizer, recipe.data.max_length) if held_out else (None, None)
-    say(f"data: {counts.in_words()}")
-    if held_out_counts is not None:
-        say(f"held out: {held_out_counts.in_words()}")
+        rows, held_out = ([], []) if recipe.data.text is not None else load_rows(recipe.data, arguments.seed)
+        source = "" if scratch else model_source(recipe.model)
+    if not scratch:
+        by_layer = recipe.backend.name != "activation" or recipe.backend.unit == "layer"
+        check_depth(source, recipe.model, recipe.gnmr if by_layer else None, recipe.lora)
+    tokenizer = scratch_tokenizer(recipe.model) if scratch else load_tokenizer(source, recipe.model)
+    if recipe.data.text is not None:
+        training_set, held_out_set, text_counts = text_blocks(recipe.data, tokenizer)
+        counted = text_counts.to_dict() if text_counts is not None else {}
+        say(f"text: {text_counts.in_words() if text_counts is not None else 'streamed'}")
+        collator: Any = default_data_collator
+    else:
+        training_set, counts = encode(rows, tokenizer, recipe.data.max_length)
+        held_out_set, held_out_counts = encode(held_out, tokenizer, recipe.data.max_length) if held_out else (None, None)
+        counted = counts.to_dict()
+        say(f"data: {counts.in_words()}")
+        if held_out_counts is not None:
+            say(f"held out: {held_out_counts.in_words()}")
+        collator = DataCollatorForSeq2Seq(tokenizer, padding=True, label_pad_token_id=-100)
 
     set_seed(arguments.seed)
-    model = add_adapters(load_base(source, recipe.model, recipe.backend.name), recipe.lora, arguments.seed)
+    if scratch:
+        model = build_from_scratch(recipe.model, arguments.seed)
+    else:
+        dtype = torch.bfloat16 if recipe.lora is not None else getattr(torch, recipe.model.dtype or "float32")
+        model = load_base(source, recipe.model, recipe.backend.name, dtype)
+        if recipe.lora is not None:
+            model = add_adapters(model, recipe.lora, arguments.seed)
     model.config.use_cache = False
     set_seed(arguments.seed)  # so that dropout does not depend on how many numbers loading took
     try:
@@ -142,9 +177,9 @@ def train(recipe: Recipe) -> dict[str, Any]:
             args=arguments,
             train_dataset=training_set,
             eval_dataset=held_out_set,
-            data_collator=DataCollatorForSeq2Seq(tokenizer, padding=True, label_pad_token_id=-100),
+            data_collator=collator,
             processing_class=tokenizer,
-            callbacks=[callback, Record(recipe, counts.to_dict())],
+            callbacks=[callback, Record(recipe, counted)],
         )
         # What these refuse is refused before anything in the folder is touched; train() makes them anew.
         trainer.get_train_dataloader()
@@ -164,11 +199,16 @@ def train(recipe: Recipe) -> dict[str, Any]:
     else:
         # Ended between its last checkpoint and its last file: the Trainer would train one step too many.
         say(f"all {done} steps are done ({folder.checkpoint}): what the run leaves at its end is made from there")
-        load_adapter(model, str(folder.checkpoint), "run.resume")
+        if recipe.lora is not None:
+            load_adapter(model, str(folder.checkpoint), "run.resume")
+        else:
+            trainer._load_from_checkpoint(str(folder.checkpoint))
         if process.is_main_process:
             write_summary(folder.path / TRACE_FILE, done)
     trainer.save_model(arguments.output_dir)
-    if held_out:
+    if held_out_set is not None and recipe.data.text is not None:
+        results |= perplexity_figures(trainer, recipe)
+    elif held_out:
         with cast_notes_silenced():
             results |= held_out_figures(trainer, recipe, held_out)
     if process.is_main_process:

@@ -1,16 +1,29 @@
 """Ways to choose the active set: same norms in, same `Decision` out.
 
-`gnmr` is the paper's controller.  `none` and `all` are its two ends: every recoverable unit on the low-cost path, and
-every one on the recovery path (exempt from maxO).  Both ends still score every unit, so that a fixed run's trace shows
-what the controller would have seen.
+| name | rule | source |
+|---|---|---|
+| `gnmr` | the paper's controller | sections 3.1 to 3.3, `controller.Controller` |
+| `gsnr` | the maxO units of lowest gradient signal-to-noise ratio, every step | Appendix E.5 |
+| `jacobian` | the maxO units of highest gain in the backward, every step | Appendix E.5 |
+| `static` | a warm-up in 16 bits; then those with the highest mean GNMR in it, for good; exempt from maxO | Appendix E.4 |
+| `random` | units drawn anew each step, a promotion ratio in the mean, never above maxO | ours: the control to beat |
+| `none`, `all` | all on the low-cost path, or all recoverable units on the recovery path (exempt from maxO) | the two ends |
+
+All of them score every unit as `gnmr` does, so that any run's trace shows what the controller would have seen.  What a
+trigger measures beside the norms is a `signals.Signal`.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 import numpy as np
 
 from .config import ConfigError, GNMRConfig
-from .controller import Bools, Controller
+from .controller import Bools, Controller, Floats, top_units
+from .trace import TraceError, read_trace
 
 
 class Fixed(Controller):
@@ -39,7 +52,155 @@ class AllLifted(Fixed):
     lifted = True
 
 
-TRIGGERS: dict[str, type[Controller]] = {"gnmr": Controller, "none": NoneLifted, "all": AllLifted}
+class Ranked(Controller):
+    """The maxO units that a signal ranks first, every step; thresholds and locks take no part."""
+
+    sign: ClassVar[float]
+
+    def _choose(self, risk: Floats, seen: Bools, norms: Floats, signal: Floats | None) -> tuple[Bools, Bools]:
+        assert signal is not None
+        score = np.where(np.isfinite(norms), self.sign * signal, np.inf)  # a gradient that is not finite comes first
+        pool = np.flatnonzero(self.recoverable & seen & ~np.isnan(score))
+        seated = np.zeros_like(seen)
+        seated[top_units(score, pool, self.max_o)] = True
+        return seated.copy(), seated
+
+
+class LowestGsnr(Ranked):
+    """Gradient signal-to-noise ratio, the lowest first."""
+
+    trigger = "gsnr"
+    signal = "gsnr"
+    sign = -1.0
+
+
+class HighestGain(Ranked):
+    """Gain in the backward, the highest first."""
+
+    trigger = "jacobian"
+    signal = "jacobian"
+    sign = 1.0
+
+
+class Static(Controller):
+    """Sensitivity measured once: ADAPT-style.
+
+    Options:
+        warmup: steps of the warm-up, or a share of all steps; default 500 steps.
+        share: share of the recoverable units that is lifted for good; default 0.25, at least one unit.
+    """
+
+    trigger = "static"
+    options = {"warmup": 500, "share": 0.25}
+
+    def _prepare(self) -> None:
+        warmup, share = self.given["warmup"], self.given["share"]
+        if isinstance(warmup, bool) or not isinstance(warmup, (int, float)) or not math.isfinite(warmup) or warmup <= 0:
+            raise ConfigError(f"warmup={warmup!r}: steps above 0, or a share of the steps between 0 and 1, is allowed")
+        if isinstance(warmup, float):
+            if warmup >= 1 or self.total_steps is None:
+                raise ConfigError(f"warmup={warmup!r}: a share is below 1, and needs the total number of steps")
+            warmup = math.ceil(warmup * self.total_steps - 1e-9)
+        if self.total_steps is not None and warmup >= self.total_steps:
+            raise ConfigError(f"warmup={warmup} of {self.total_steps} steps: nothing would be left after the warm-up")
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ConfigError(f"share={share!r}: above 0 and at most 1 is allowed")
+        self.warmup_steps = int(warmup)
+        self.lifted_units = max(1, math.floor(share * int(self.recoverable.sum()) + 1e-9))
+        self._sum, self._count = np.zeros(self.num_units), np.zeros(self.num_units)
+        self._fixed: Bools | None = None
+
+    def most_active(self) -> int:
+        return int(self.recoverable.sum())
+
+    @property
+    def exact(self) -> bool:
+        return self._fixed is None
+
+    def _choose(self, risk: Floats, seen: Bools, norms: Floats, signal: Floats | None) -> tuple[Bools, Bools]:
+        if self._fixed is None:
+            gnmr = self.scores
+            usable = seen & np.isfinite(gnmr)
+            self._sum[usable] += gnmr[usable]
+            self._count += usable
+            if self.steps_done >= self.warmup_steps:
+                with np.errstate(invalid="ignore", divide="ignore"):
+                    mean = np.where(self._count > 0, self._sum / self._count, -np.inf)
+                self._fixed = np.zeros_like(seen)
+                self._fixed[top_units(mean, np.flatnonzero(self.recoverable), self.lifted_units)] = True
+        return self.recoverable & (risk >= 1.0), seen
+
+    def _paths(self, seated: Bools) -> Bools:
+        return self.recoverable.copy() if self._fixed is None else self._fixed.copy()
+
+    def _more_state(self) -> dict[str, Any]:
+        return {
+            "warmup_steps": self.warmup_steps, "gnmr_sum": self._sum.tolist(), "gnmr_n": self._count.tolist(),
+            "fixed": None if self._fixed is None else self._fixed.tolist(),
+        }
+
+    def _load_more(self, state: dict[str, Any]) -> None:
+        self.warmup_steps = int(state["warmup_steps"])
+        self._sum, self._count = np.array(state["gnmr_sum"]), np.array(state["gnmr_n"])
+        self._fixed = None if state["fixed"] is None else np.array(state["fixed"], dtype=bool)
+
+
+class Random(Controller):
+    """Units drawn uniformly, anew each step, from a generator of seed and step alone.
+
+    Options:
+        promotion_ratio: mean share of recoverable units that is lifted.
+        trace: a trace whose promotion ratio is taken instead.
+        seed: of the draws; default 0.
+    """
+
+    trigger = "random"
+    options = {"promotion_ratio": None, "trace": None, "seed": 0}
+
+    def _prepare(self) -> None:
+        ratio, trace, seed = self.given["promotion_ratio"], self.given["trace"], self.given["seed"]
+        if (ratio is None) == (trace is None):
+            raise ConfigError("trigger='random' takes promotion_ratio or trace, one of them")
+        if trace is not None:
+            ratio = _promotion_ratio(str(trace))
+        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
+            raise ConfigError(f"promotion_ratio={ratio!r}: a number from 0 to 1 is allowed")
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise ConfigError(f"seed={seed!r}: a whole number of 0 or more is allowed")
+        self.mean = float(ratio) * int(self.recoverable.sum())
+        if self.mean > self.max_o + 1e-9:
+            raise ConfigError(
+                f"promotion_ratio={ratio!r} is {self.mean:g} units in the mean, and max_o allows {self.max_o}: raise one or "
+                "lower the other"
+            )
+        # What the ratio came to is what a resumed run is held to, whatever became of the trace.
+        self.given = {"promotion_ratio": float(ratio), "trace": None, "seed": seed}
+
+    def _paths(self, seated: Bools) -> Bools:
+        generator = np.random.default_rng([self.given["seed"], self.steps_done])
+        whole = math.floor(self.mean + 1e-9)
+        number = whole + int(generator.random() < self.mean - whole)
+        drawn = np.zeros(self.num_units, dtype=bool)
+        drawn[generator.choice(np.flatnonzero(self.recoverable), size=number, replace=False)] = True
+        return drawn
+
+
+def _promotion_ratio(path: str) -> float:
+    from .metrics import summarise
+
+    try:
+        ratio = summarise(read_trace(path))["promotion_ratio"]
+    except TraceError as error:
+        raise ConfigError(f"trace={path!r}: {error}") from error
+    if ratio is None:
+        raise ConfigError(f"trace={path!r} has no step or no recoverable unit: no promotion ratio")
+    return float(ratio)
+
+
+TRIGGERS: dict[str, type[Controller]] = {
+    "gnmr": Controller, "none": NoneLifted, "all": AllLifted, "gsnr": LowestGsnr, "jacobian": HighestGain, "static": Static,
+    "random": Random,
+}
 
 
 def make_trigger(
@@ -49,18 +210,25 @@ def make_trigger(
     *,
     total_steps: int | None = None,
     recoverable: Bools | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Controller:
     """The trigger called `name`.
 
     Raises:
         ConfigError: an unknown name, or settings the trigger cannot use.
     """
-    check_trigger(name)
+    check_trigger(name, options)
     mask = None if recoverable is None else np.asarray(recoverable, dtype=bool)
-    return TRIGGERS[name](num_units, config, total_steps=total_steps, recoverable=mask)
+    return TRIGGERS[name](num_units, config, total_steps=total_steps, recoverable=mask, options=options)
 
 
-def check_trigger(name: str) -> None:
-    """Raise ConfigError unless `name` is a known trigger."""
+def check_trigger(name: str, options: Mapping[str, Any] | None = None) -> None:
+    """Raise ConfigError unless `name` is a known trigger and `options` are its own."""
     if name not in TRIGGERS:
         raise ConfigError(f"trigger={name!r}: one of {', '.join(map(repr, TRIGGERS))} is allowed")
+    known = TRIGGERS[name].options
+    for option in options or {}:
+        if option not in known:
+            theirs = [trigger for trigger, cls in TRIGGERS.items() if option in cls.options]
+            where = f"it belongs to {', '.join(theirs)}" if theirs else f"{name} has {', '.join(known) or 'none'}"
+            raise ConfigError(f"trigger={name!r} has no option {option!r}: {where}")

@@ -1,7 +1,8 @@
 """Which modules make a unit: the only file that knows module and architecture names.
 
-A unit is a decoder layer with trainable parameters.  Layers are found by structure, not by a table of model names: the
-one `nn.ModuleList` inside the (text) decoder that is as long as the text configuration's `num_hidden_layers`.  That
+A unit is a decoder layer with trainable parameters, or one of its projections.  Layers are found by structure, not by a
+table of model names: the one
+`nn.ModuleList` inside the (text) decoder that is as long as the text configuration's `num_hidden_layers`.  That
 holds for `model.layers` (Llama, Mistral, Qwen, Gemma), `transformer.h` (GPT-2, BLOOM), `model.decoder.layers` (OPT) and
 `gpt_neox.layers`, and keeps vision towers and lists of experts out.  Where it does not hold, the user names the layers
 with a pattern such as ``"transformer.blocks.*"``.
@@ -24,7 +25,7 @@ PEFT_INFIX = ".base_layer"
 
 @dataclass(frozen=True)
 class Unit:
-    """One monitored decoder layer."""
+    """One monitored decoder layer or projection."""
 
     index: int
     """Position among the units."""
@@ -114,6 +115,64 @@ def find_units(model: nn.Module, pattern: str | None = None) -> list[Unit]:
             "monitor. Add LoRA to the decoder layers, e.g. LoraConfig(target_modules='all-linear')"
         )
     return units
+
+
+def find_projections(model: nn.Module, pattern: str | None = None) -> list[Unit]:
+    """The linear projections of the decoder layers (attention and MLP) that have trainable parameters, as units.
+
+    Under PEFT a unit is the adapted linear with its adapters.
+
+    Raises:
+        SetupError: no decoder layer found, or no such projection in them.
+    """
+    units: list[Unit] = []
+    kinds: set[str] = set()
+    for unit in find_units(model, pattern):
+        for name, module in _linears(unit.module):
+            parameters = tuple(p for p in module.parameters() if p.requires_grad)
+            if parameters:
+                units.append(Unit(len(units), unit.layer, f"{unit.name}.{canonical(name)}", module, parameters))
+        kinds |= {type(m).__name__ for m in unit.module.modules() if not any(m.children())}
+    if not units:
+        raise SetupError(
+            "no projection with trainable parameters that is an nn.Linear in the decoder layers (they hold "
+            f"{', '.join(sorted(kinds))})"
+        )
+    return units
+
+
+def projections_of(module: nn.Module) -> list[tuple[str, nn.Linear]]:
+    """The plain linears in a unit whose weight is trained, the ones that keep their input for the backward, by name.
+
+    LoRA's B is not among them: its input has r columns. Nor are routers of experts.
+    """
+    return [
+        (name, m) for name, m in module.named_modules()
+        if isinstance(m, nn.Linear) and _plain(m) and m.weight.requires_grad and not re.search(r"(^|\.)lora_B(\.|$)", name)
+        and not _is_router(name)
+    ]
+
+
+def _plain(module: nn.Module) -> bool:
+    """Whether a linear is torch's own, or one that a backend made of such (8-bit ones are neither)."""
+    return type(module) is nn.Linear or type(module).__name__ == "QuantisedInput"
+
+
+def _is_router(name: str) -> bool:
+    return name.rpartition(".")[2] in ("router", "gate") or ".router." in f".{name}."
+
+
+def _linears(layer: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The adapted or plain linears of a layer; an adapted one once, as PEFT's wrapper."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, module in layer.named_modules():
+        if found and name.startswith(found[-1][0] + "."):
+            continue
+        adapted = hasattr(module, "base_layer") and isinstance(module.base_layer, nn.Linear)
+        linear = isinstance(module, nn.Linear) and _plain(module) and not _is_router(name)
+        if linear or (adapted and projections_of(module)):
+            found.append((name, module))
+    return found
 
 
 def all_layers(model: nn.Module, pattern: str | None = None) -> list[Unit]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from ..config import ConfigError
+from .activation import ActivationBackend
 from .base import Backend
 from .int8 import Int8Backend
 from .none import NoBackend
 
-BACKENDS: dict[str, type[Backend]] = {"int8": Int8Backend, "none": NoBackend}
+BACKENDS: dict[str, type[Backend]] = {"int8": Int8Backend, "activation": ActivationBackend, "none": NoBackend}
 
 
 def check_backend(name: str) -> None:
@@ -16,4 +17,4 @@ def check_backend(name: str) -> None:
         raise ConfigError(f"backend={name!r}: one of {', '.join(map(repr, BACKENDS))} is allowed")
 
 
-__all__ = ["BACKENDS", "Backend", "Int8Backend", "NoBackend", "check_backend"]
+__all__ = ["BACKENDS", "ActivationBackend", "Backend", "Int8Backend", "NoBackend", "check_backend"]

@@ -57,6 +57,10 @@ class Backend(ABC):
         Called only between an optimizer step and the next forward.
         """
 
+    def apply_exact(self) -> int:
+        """Run all units in 16 bits, whatever the recovery path is (a trigger's warm-up); until the next `apply`."""
+        return self.apply(self.recoverable)
+
     @abstractmethod
     def remove(self) -> None:
         """Leave the model as it was found; may be called twice."""
@@ -64,6 +68,10 @@ class Backend(ABC):
     @abstractmethod
     def census(self) -> dict[str, Any]:
         """What runs on each path, as plain JSON values for the trace and, line by line, for the user."""
+
+    def step_figures(self) -> dict[str, Any]:
+        """What the backend has to say about the step that has just been done, for the trace: plain JSON values."""
+        return {}
 
     def recovery_bytes(self, active: Bools) -> int:
         """ΔM of an active set."""

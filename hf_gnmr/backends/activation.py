@@ -1,0 +1,249 @@
+"""Saved activations in few bits: what the backward of attention and MLP projections reads is a quantised, packed copy.
+
+The forward of a projection is the plain linear's, bit for bit.  For the gradient of its weight it needs its input again, and
+that is what is kept: token by token in a low format (low-cost path) or a finer one (recovery path), packed.  The gradient
+of the input is exact; that of the weight is ``dyᵀ · dequantised(x)``.  A copy is shared by projections that read the same
+input (q, k, v; gate, up) as long as their formats agree.  Paper, section 5.1, Appendices E.1 and E.4.
+
+With 16 bits a path is the plain linear: its input is kept as it is, in the dtype that the product runs in.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ..config import ConfigError, SetupError
+from ..controller import Bools
+from ..units import Unit, base_model, projections_of, unwrap
+from .base import Backend
+from .formats import Format, Packed, format_of, pack, packed_bytes, unpack
+
+
+class Saved:
+    """What the projections of a model share: the copy of the latest input, and the count of bytes kept for the backward."""
+
+    def __init__(self, low: Format | None) -> None:
+        self.low = low
+        self._input: weakref.ref[Tensor] | None = None
+        self._key: tuple[Any, ...] = ()
+        self._copies: dict[str, Packed] = {}
+        self.kept = self.kept_low = self.tokens = 0
+        self._now = self._now_low = self._now_tokens = 0
+
+    def begin(self) -> None:
+        """A forward begins: the largest one's figures stand for the step."""
+        if self._now > self.kept:
+            self.kept, self.kept_low, self.tokens = self._now, self._now_low, self._now_tokens
+        self._now = self._now_low = self._now_tokens = 0
+
+    def figures(self) -> tuple[int, int, int]:
+        """Bytes kept by the largest forward since the last call, what they would be on the low-cost path, and tokens."""
+        self.begin()
+        figures = self.kept, self.kept_low, self.tokens
+        self.kept = self.kept_low = self.tokens = 0
+        return figures
+
+    def copy_of(self, given: Tensor, x: Tensor, form: Format | None) -> Packed | None:
+        """The packed copy of `x`, which is `given` in the product's dtype, made once; None for 16 bits."""
+        key = (given._version, x.dtype, x.shape)
+        if self._input is None or self._input() is not given or self._key != key:
+            self._input, self._key, self._copies = weakref.ref(given), key, {}
+            rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
+            self._now_tokens = max(self._now_tokens, rows)
+            self._now_low += _bytes(x, self.low)
+        name = "16 bits" if form is None else form.name
+        if name in self._copies:
+            return self._copies[name]
+        self._now += _bytes(x, form)
+        if form is None:
+            self._copies[name] = None  # type: ignore[assignment]
+            return None
+        copy = self._copies[name] = pack(x.detach().reshape(-1, x.shape[-1]), form)
+        return copy
+
+    def forget(self) -> None:
+        """Let the latest copy go (the backward's own references keep what it needs)."""
+        self._input, self._copies = None, {}
+
+
+def _bytes(x: Tensor, form: Format | None) -> int:
+    if form is None:
+        return x.numel() * x.element_size()
+    return packed_bytes(x.numel() // x.shape[-1], x.shape[-1], form) if x.numel() else 0
+
+
+class _Product(torch.autograd.Function):
+    """`F.linear` that keeps a packed copy of its input instead of the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, copy: Packed, saved: Saved) -> Tensor:
+        ctx.form, ctx.rows, ctx.saved = copy.form, copy.shape, saved
+        ctx.shape = x.shape
+        ctx.save_for_backward(weight, copy.scale, *copy.planes)
+        return nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, scale, *planes = ctx.saved_tensors
+        ctx.saved.forget()
+        flat = dy.reshape(-1, dy.shape[-1])
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = (flat @ weight).view(ctx.shape)
+        if ctx.needs_input_grad[1]:
+            dw = flat.t() @ unpack(Packed(planes, scale, ctx.rows, ctx.form, dy.dtype))
+        if ctx.needs_input_grad[2]:
+            db = flat.sum(dim=0)
+        return dx, dw, db, None, None
+
+
+class QuantisedInput(nn.Linear):
+    """A linear whose saved input is quantised; a module becomes one by a change of its class and back."""
+
+    saved: Saved
+    form: Format | None
+    first: bool
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        if not (torch.is_grad_enabled() and self.weight.requires_grad):
+            return super().forward(x)  # nothing of x is kept for a weight that is frozen
+        if self.first:
+            self.saved.begin()
+        given = x
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        kind = x.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            x, weight = x.to(dtype), weight.to(dtype)
+            bias = bias if bias is None else bias.to(dtype)
+        copy = self.saved.copy_of(given, x, self.form)
+        if copy is None:
+            return nn.functional.linear(x, weight, bias)
+        return _Product.apply(x, weight, bias, copy, self.saved)
+
+
+class ActivationBackend(Backend):
+    """Units are projections (or decoder layers) whose saved inputs are in `bits_low` or `bits_recovery`.
+
+    Args:
+        model: any model whose decoder layers' projections are `nn.Linear`, fully trained or under LoRA (then it is the
+            input of LoRA's A that is kept).
+        units: its projections or layers.
+        bits_low: bits on the low-cost path: 2 to 8 with integers, 4, 6 or 8 with floats.
+        bits_recovery: bits on the recovery path, above `bits_low`; 16: not quantised.
+        format: "float" (E2M1, E3M2, E4M3) or "int" (symmetric).
+
+    Raises:
+        ConfigError: bits or a format that are not allowed.
+        SetupError: a model without such projections, over 8-bit weights, or under gradient checkpointing.
+    """
+
+    name = "activation"
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], *, bits_low: int = 4, bits_recovery: int = 8, format: str = "float"
+    ) -> None:
+        self.low, self.recovery = check_bits(bits_low, bits_recovery, format)
+        if getattr(base_model(model), "is_loaded_in_8bit", False):
+            raise SetupError(
+                "backend='activation' over an 8-bit base: bitsandbytes keeps each product's input itself, whatever is "
+                "quantised beside it. Load the base in BF16, or use backend='int8'"
+            )
+        if any(getattr(m, "gradient_checkpointing", False) for m in unwrap(model).modules()):
+            raise SetupError(
+                "backend='activation' with gradient checkpointing: checkpointing keeps no activation between forward and "
+                "backward, so there is nothing to quantise. Switch off one of the two"
+            )
+        self._modules: list[list[Any]] = [[m for _, m in projections_of(unit.module)] for unit in units]
+        missing = [unit.name for unit, modules in zip(units, self._modules, strict=True) if not modules]
+        if missing:
+            raise SetupError(f"backend='activation': no trainable nn.Linear in {', '.join(missing[:3])}")
+        self._saved = Saved(self.low)
+        self._plain = False
+        self._active = np.zeros(len(units), dtype=bool)
+        self.recoverable = np.ones(len(units), dtype=bool)
+        # Bytes of the inputs per token: how many tokens there are is known in the forward only.
+        self.bytes_low = self._per_token(self.low)
+        self.bytes_recovery = self._per_token(self.recovery)
+        # A lifted projection may be alone with its input, and then the low copy is kept beside its own.
+        self.bytes_added = self.bytes_recovery.copy()
+        self._figures = (0, 0, 0)
+        for modules in self._modules:
+            for module in modules:
+                module.__class__ = QuantisedInput
+                module.saved, module.form, module.first = self._saved, self.low, module is self._modules[0][0]
+
+    def _per_token(self, form: Format | None) -> np.ndarray:
+        sizes = []
+        for modules in self._modules:
+            width = sum(m.in_features for m in modules)
+            element = 2 if modules[0].weight.dtype != torch.float32 else 4
+            sizes.append(width * element if form is None else width * form.bits // 8 + 4 * len(modules))
+        return np.array(sizes, dtype=np.int64)
+
+    def apply(self, active: Bools) -> int:
+        changed = int((active != self._active).sum())
+        self._figures = self._saved.figures()
+        for unit in range(len(self._modules)) if self._plain else np.flatnonzero(active != self._active):
+            for module in self._modules[unit]:
+                module.form = self.recovery if active[unit] else self.low
+        self._active, self._plain = active.copy(), False
+        return changed
+
+    def apply_exact(self) -> int:
+        changed = 0 if self._plain else len(self._modules)
+        self._figures = self._saved.figures()
+        for modules in self._modules:
+            for module in modules:
+                module.form = None
+        self._active, self._plain = self.recoverable.copy(), True
+        return changed
+
+    def remove(self) -> None:
+        for modules in self._modules:
+            for module in modules:
+                if type(module) is QuantisedInput:
+                    module.__class__ = nn.Linear  # type: ignore[assignment]
+                    del module.saved, module.form, module.first
+        self._saved.forget()
+
+    def recovery_bytes(self, active: Bools) -> int:
+        """What the largest forward of the step kept beyond the low-cost path, as counted."""
+        kept, low, _ = self._figures
+        return kept - low
+
+    def step_figures(self) -> dict[str, Any]:
+        """For the trace: bytes kept for the backward by the step's largest micro-batch, and its tokens."""
+        kept, low, tokens = self._figures
+        return {"saved_bytes": kept, "saved_bytes_low": low, "saved_tokens": tokens}
+
+    def census(self) -> dict[str, Any]:
+        low, recovery = ("not quantised" if f is None else f"{f.bits}-bit ({f.name})" for f in (self.low, self.recovery))
+        return {
+            "path": f"saved inputs of {sum(map(len, self._modules))} projections, token by token: low-cost path {low}, "
+            f"recovery path {recovery}; forward and gradients of inputs exact; copies shared where the same input is read",
+            "bytes_per_token": True,
+            "format_low": low, "format_recovery": recovery,
+        }
+
+
+def check_bits(bits_low: int, bits_recovery: int, kind: str) -> tuple[Format, Format | None]:
+    """The formats of both paths.
+
+    Raises:
+        ConfigError: bits that the kind does not have, or a recovery path that is not finer.
+    """
+    low, recovery = format_of("bits_low", kind, bits_low), format_of("bits_recovery", kind, bits_recovery)
+    if low is None or (recovery is not None and recovery.bits <= low.bits):
+        raise ConfigError(f"bits_recovery={bits_recovery!r}: more than bits_low={bits_low!r} is allowed, up to 16")
+    return low, recovery

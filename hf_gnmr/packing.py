@@ -1,0 +1,166 @@
+"""Plain text for pre-training: documents to token blocks of one length, with an end token after each document.
+
+Documents come from the Hub (also streamed), a local .txt, .json, .jsonl or .parquet file, or the built-in generator.  They
+are joined into one stream of tokens and cut into blocks; every token counts in the loss.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, IterableDataset, load_dataset
+
+from .data import BUILTIN, LOADERS
+from .recipe import DataSection, RecipeError
+
+END_OF_TEXT = "<|endoftext|>"
+"""Between documents in a .txt file."""
+STREAMED_AT_A_TIME = 1000
+"""Documents that are joined at a time where they are streamed; what does not fill a last block of them is left out."""
+
+
+@dataclass
+class TextCounts:
+    """What became of a text."""
+
+    documents: int
+    tokens: int
+    blocks: int
+    left_out: int
+    """Tokens at the end of the stream that do not fill a block."""
+
+    def in_words(self) -> str:
+        return (
+            f"{self.documents:,} documents, {self.tokens:,} tokens, {self.blocks:,} blocks; "
+            f"{self.left_out:,} tokens left out"
+        )
+
+    def to_dict(self) -> dict[str, int]:
+        return dict(vars(self))
+
+
+def check_text_source(section: DataSection) -> None:
+    """Raise RecipeError for what can be seen to be wrong without reading the text."""
+    path = Path(section.name)
+    suffix = path.suffix.lower()
+    if suffix in (*LOADERS, ".txt") and not path.is_file():
+        raise RecipeError(f"data.name={section.name!r}: no such file")
+    if path.is_file() and suffix not in (*LOADERS, ".txt"):
+        raise RecipeError(f"data.name={section.name!r}: files that end in .txt, {', '.join(LOADERS)} are read as text")
+    if section.streaming and (path.is_file() or section.name == BUILTIN):
+        raise RecipeError("data.streaming=True is for data sets on the Hub: local text is read whole")
+    if section.generate_rows:
+        raise RecipeError(f"data.generate_rows={section.generate_rows}: text has no answers to generate")
+    if section.streaming and section.eval_rows and section.eval_split is None:
+        raise RecipeError("data.streaming=True with data.eval_rows needs data.eval_split: a stream has no end to hold out")
+
+
+def text_blocks(section: DataSection, tokenizer: Any) -> tuple[Any, Any, TextCounts | None]:
+    """Training blocks, held-out blocks (None: none) and what became of the text (None where it is streamed).
+
+    Blocks are {"input_ids": [max_length], "labels": the same}. `data.eval_rows` blocks are held out from the end of the
+    text, or taken from the beginning of `data.eval_split`; `data.rows` bounds the training blocks.
+
+    Raises:
+        RecipeError: a text that cannot be read, has no such column, or is too short.
+    """
+    if section.streaming:
+        return _streamed(section, tokenizer)
+    blocks, counts = _blocks(documents(section, section.split), tokenizer, section.max_length)
+    held_out = None
+    if section.eval_split is not None:
+        held_out, _ = _blocks(documents(section, section.eval_split), tokenizer, section.max_length, section.eval_rows)
+    elif section.eval_rows:
+        if section.eval_rows >= len(blocks):
+            raise RecipeError(f"data.eval_rows={section.eval_rows}: {section.name} has only {len(blocks)} blocks")
+        blocks, held_out = blocks[: -section.eval_rows], blocks[-section.eval_rows :]
+    if section.rows is not None:
+        blocks = blocks[: section.rows]
+    if not len(blocks):
+        raise RecipeError(
+            f"data.name={section.name!r}: {counts.tokens} tokens do not fill one block of {section.max_length}"
+        )
+    return _data_set(blocks), None if held_out is None else _data_set(held_out), counts
+
+
+def documents(section: DataSection, split: str) -> Iterator[str]:
+    """The documents of a source that is not streamed."""
+    path = Path(section.name)
+    if section.name == BUILTIN:
+        from .wordproblems import pretrain_text
+
+        yield from pretrain_text(section.documents or 20_000, seed=0)
+        return
+    if path.suffix.lower() == ".txt":
+        try:
+            yield from (text for text in path.read_text(encoding="utf-8").split(END_OF_TEXT) if text.strip())
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"data.name={section.name!r} cannot be read as text: {error}") from error
+        return
+    loader = LOADERS.get(path.suffix.lower())
+    try:
+        table = (
+            load_dataset(loader, data_files={split: os.fspath(path)}, split=split)
+            if loader else load_dataset(section.name, section.subset, split=split)
+        )
+    except Exception as error:  # the loaders raise whatever their file systems and parsers raise
+        raise RecipeError(f"data.name={section.name!r}, split {split!r}: cannot be loaded: {error}") from error
+    column = _column(section, table.column_names)
+    for row in table:
+        if isinstance(row[column], str) and row[column]:
+            yield row[column]
+
+
+def _column(section: DataSection, names: list[str]) -> str:
+    assert section.text is not None
+    if section.text not in names:
+        raise RecipeError(f"data.text={section.text!r}: no such column; the columns are {', '.join(names)}")
+    return section.text
+
+
+def _blocks(
+    texts: Iterable[str], tokenizer: Any, length: int, most: int | None = None
+) -> tuple[np.ndarray, TextCounts]:
+    """(blocks, length) int32, the first `most` of them."""
+    parts: list[np.ndarray] = []
+    number = tokens = 0
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        parts.append(np.array([*ids, tokenizer.eos_token_id], np.int32))
+        number, tokens = number + 1, tokens + len(ids) + 1
+        if most is not None and tokens >= most * length:
+            break
+    stream = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+    whole = len(stream) // length if most is None else min(most, len(stream) // length)
+    return stream[: whole * length].reshape(whole, length), TextCounts(number, tokens, whole, tokens - whole * length)
+
+
+def _data_set(blocks: np.ndarray) -> Dataset:
+    return Dataset.from_dict({"input_ids": blocks, "labels": blocks}).with_format("torch")
+
+
+def _streamed(section: DataSection, tokenizer: Any) -> tuple[IterableDataset, Dataset | None, None]:
+    def packed(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        blocks, _ = _blocks((t for t in batch[str(section.text)] if t), tokenizer, section.max_length)
+        return {"input_ids": blocks.tolist(), "labels": blocks.tolist()}
+
+    try:
+        table = load_dataset(section.name, section.subset, split=section.split, streaming=True)
+        names = table.column_names or list(next(iter(table)))
+        _column(section, names)
+        stream = table.map(packed, batched=True, batch_size=STREAMED_AT_A_TIME, remove_columns=names).with_format("torch")
+        if not section.eval_rows:
+            return stream, None, None
+        held = load_dataset(section.name, section.subset, split=section.eval_split, streaming=True)
+        texts = (row[str(section.text)] for row in held)
+        blocks, _ = _blocks(texts, tokenizer, section.max_length, section.eval_rows)
+    except RecipeError:
+        raise
+    except Exception as error:
+        raise RecipeError(f"data.name={section.name!r}: cannot be streamed: {error}") from error
+    return stream, _data_set(blocks), None

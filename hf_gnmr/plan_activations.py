@@ -1,0 +1,110 @@
+"""The plan of a recipe that trains all weights or quantises saved activations, from its architecture alone.
+
+One micro-batch goes through the model on the meta device, under the backend itself: what it counts as kept for the
+backward is what a run counts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from .backends import ActivationBackend
+from .models import lora_config
+from .recipe import Recipe
+from .units import find_projections, find_units
+
+
+def plan_activations(recipe: Recipe, config: Any, where: str, per_parameter: float | None) -> dict[str, Any]:
+    """The figures, in bytes and counts.
+
+    Args:
+        recipe: backend `activation` or `none`.
+        config: the model's configuration.
+        where: where that is from.
+        per_parameter: bytes of optimizer state a trainable parameter with fp32 states; None: not known.
+
+    Raises:
+        ConfigError, SetupError: what the run itself would raise.
+    """
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    bf16 = recipe.lora is not None or recipe.model.dtype == "bfloat16"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if bf16 else torch.float32)
+        parameters = sum(p.numel() for p in model.parameters())
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        if recipe.lora is not None:
+            model.requires_grad_(False)
+            model = get_peft_model(model, lora_config(recipe.lora))
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        backend_section = recipe.backend
+        activation = backend_section.name == "activation"
+        finder = find_projections if activation and backend_section.unit == "projection" else find_units
+        units = finder(model, recipe.model.layers)
+        saved: dict[str, int] = {}
+        max_o = recipe.gnmr.resolve_max_o(len(units)) if activation else 0
+        if activation:
+            backend = ActivationBackend(
+                model, units, bits_low=backend_section.bits_low, bits_recovery=backend_section.bits_recovery,
+                format=backend_section.format,
+            )
+            for name, active in (("low", False), ("recovery", True)):
+                backend.apply(np.full(len(units), active))
+                _forward(model, recipe)
+                backend.apply(np.full(len(units), active))
+                saved[name] = backend.step_figures()["saved_bytes"]
+            backend.apply_exact()
+            _forward(model, recipe)
+            backend.apply_exact()
+            saved["16 bits"] = backend.step_figures()["saved_bytes"]
+            backend.remove()
+    numbers = sum(p.numel() for p in trainable)
+    size = sum(p.numel() * p.element_size() for p in trainable)
+    # States are in the parameters' dtype: two of them (Adam) are 8 bytes a parameter in fp32.
+    state = None if per_parameter is None else int(per_parameter * size / 4)
+    training = recipe.training
+    return {
+        "architecture": where, "parameters": parameters, "trainable_parameters": numbers, "units": len(units),
+        "max_o": max_o,
+        "weight_bytes": weights + (size if recipe.lora is not None else 0), "gradient_bytes": size, "optimizer_bytes": state,
+        "saved_bytes": saved,
+        "micro_batch_tokens": training.get("per_device_train_batch_size", 8) * recipe.data.max_length,
+        "device_bytes": weights + (size if recipe.lora is not None else 0) + size + (state or 0) + saved.get("low", 0),
+    }
+
+
+def _forward(model: Any, recipe: Recipe) -> None:
+    rows, length = recipe.training.get("per_device_train_batch_size", 8), recipe.data.max_length
+    model.train()
+    # With a mask of its final form nothing asks for values, which the meta device does not have.
+    mask = torch.zeros((rows, 1, length, length), device="meta")
+    ids = torch.zeros((rows, length), dtype=torch.long, device="meta")
+    model(input_ids=ids, attention_mask=mask, position_ids=ids, use_cache=False)
+
+
+def activations_in_words(figures: dict[str, Any]) -> str:
+    """The figures as lines, in decimal MB."""
+
+    def amount(size: int | None) -> str:
+        return "not known" if size is None else f"{size / 1e6:,.2f} MB"
+
+    steps = "not known" if figures["steps"] is None else f"{figures['steps']:,}"
+    lines = [
+        f"{figures['parameters']:,} parameters, {figures['trainable_parameters']:,} trainable",
+        f"architecture: {figures['architecture']}",
+        f"{figures['units']} units; maxO {figures['max_o']}",
+        f"global batch {figures['global_batch']} on {figures['processes']} process(es); steps: {steps}",
+        f"weights {amount(figures['weight_bytes'])}, gradients {amount(figures['gradient_bytes'])}, optimizer state "
+        f"{amount(figures['optimizer_bytes'])}",
+    ]
+    if figures["saved_bytes"]:
+        kept = ", ".join(f"{amount(size)} ({name})" for name, size in figures["saved_bytes"].items())
+        lines.append(
+            f"inputs of projections kept for the backward of a micro-batch of {figures['micro_batch_tokens']:,} tokens: "
+            f"{kept}; other activations are not in it"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,90 @@
+"""The stress grid: a 20-step grid through the command line, what its table says, going on, errors."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import pathlib
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+REPOSITORY = pathlib.Path(__file__).parents[1]
+spec = importlib.util.spec_from_file_location("stress", REPOSITORY / "eval" / "stress.py")
+stress = importlib.util.module_from_spec(spec)
+sys.modules["stress"] = stress
+spec.loader.exec_module(stress)
+SMALL = [
+    "activation_small", "training.max_steps=20", "training.eval_strategy=no", "data.documents=400", "data.eval_rows=8",
+    "training.per_device_train_batch_size=4", "training.logging_steps=20",
+    "model.architecture={model_type: llama, vocab_size: 288, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,"
+    " num_attention_heads: 2, max_position_embeddings: 128, tie_word_embeddings: false}",
+]
+ARMS = ["random:1.5:1.3", "none", "all", "exact", "gnmr:1.5:1.3", "gsnr", "jacobian", "static"]
+
+
+def grid(out, *arguments):
+    command = [sys.executable, str(REPOSITORY / "eval" / "stress.py"), *SMALL, "--out", str(out), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+
+
+def test_a_grid_of_twenty_steps(tmp_path):
+    out = tmp_path / "grid"
+    arguments = ["--arms", *ARMS, "--seeds", "1", "2", "--formats", "int:2:8", "--max-o", "2"]
+    done = grid(out, *arguments, "--times", "1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    table = json.loads((out / "stress.json").read_text())
+    rows = {r["arm"]: r for r in table["rows"]}
+    assert len(rows) == len(ARMS) and all(r["seeds"] == [1, 2] for r in rows.values())
+    ours = {seed: json.loads((out / f"int-2-8_maxo2_gnmr-1.5-1.3_seed{seed}" / "results.json").read_text())["eval_loss"]
+            for seed in (1, 2)}
+    low = {seed: json.loads((out / f"int-2-8_none_seed{seed}" / "results.json").read_text())["eval_loss"] for seed in (1, 2)}
+    high = {seed: json.loads((out / f"int-2-8_all_seed{seed}" / "results.json").read_text())["eval_loss"] for seed in (1, 2)}
+    row = rows["gnmr 1.5/1.3"]
+    assert row["against_none"]["mean"] == pytest.approx(statistics.mean(ours[s] - low[s] for s in (1, 2)))
+    assert row["against_none"]["stderr"] == pytest.approx(abs((ours[1] - low[1]) - (ours[2] - low[2])) / 2)
+    assert row["perplexity"] == pytest.approx(statistics.mean(math.exp(x) for x in ours.values()))
+    means = [statistics.mean(math.exp(x) for x in d.values()) for d in (low, ours, high)]
+    assert row["gap_closed"]["value"] == pytest.approx((means[0] - means[1]) / (means[0] - means[2]))
+    control = rows["random 1.5/1.3"]
+    assert abs(control["promotion_ratio"] - row["promotion_ratio"]) < 0.03 and row["against_random"]["seeds"] == 2
+    assert [rows[arm]["promotion_ratio"] for arm in ("none", "all", "exact")] == [0, 1, None]
+    assert rows["gsnr"]["trigger_bytes"] > 0 == rows["jacobian"]["trigger_bytes"]
+    assert rows["none"]["peak_saved_bytes"] < row["peak_saved_bytes"] < rows["all"]["peak_saved_bytes"]
+    assert set(table["step_times"]) == {"plain", "gnmr", "none", "all", "gsnr", "jacobian", "static", "random"}
+    assert "| int:2:8 | 2 | gnmr 1.5/1.3 | 2 |" in done.stdout and (out / "stress.md").read_text().strip() in done.stdout
+    before = (out / "int-2-8_all_seed1" / "trace.jsonl").stat().st_mtime_ns
+    (out / "int-2-8_none_seed1" / "results.json").unlink()  # broken off
+    again = grid(out, *arguments)
+    assert "16 runs, 1 of them to do" in again.stdout and again.returncode == 0
+    assert (out / "int-2-8_all_seed1" / "trace.jsonl").stat().st_mtime_ns == before
+    assert json.loads((out / "int-2-8_none_seed1" / "results.json").read_text())["eval_loss"] == low[1], "and the same again"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--arms", "gnmr"], "--arms gnmr:"), (["--arms", "mean"], "--arms mean"),
+        (["--arms", "random:1.5:1.3"], "needs gnmr:1.5:1.3"), (["--formats", "int:1:8"], "bits_low=1"),
+        (["--formats", "int"], "backend.bits_low"), (["--arms", "gsnr", "--max-o", "-1"], "max_o=-1"),
+    ],
+)
+def test_what_is_wrong_is_told_before_anything_runs(tmp_path, capsys, monkeypatch, arguments, message):
+    given = arguments if "--arms" in arguments else ["--arms", "none", *arguments]
+    monkeypatch.setattr(sys, "argv", ["stress.py", *SMALL, "--out", str(tmp_path / "grid"), *given])
+    assert stress.main() == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "grid").exists()
+
+
+def test_differences_that_cannot_be_taken():
+    assert stress.paired({1: 2.0}, {2: 1.0}) is None and stress.paired({1: 1.0}, {1: 1.0}) is None
+    one = stress.paired({1: 2.0, 2: math.nan}, {1: 1.5, 2: 1.0})
+    assert one["mean"] == 0.5 and one["stderr"] is None and one["seeds"] == 1
+    assert stress.gap_closed({1: math.nan}, {1: 2.0}, {1: 1.0}) is None
+    closed = stress.gap_closed(*(dict.fromkeys(range(4), loss) for loss in (1.5, 2.0, 1.0)))
+    expected = (math.exp(2) - math.exp(1.5)) / (math.exp(2) - math.exp(1))
+    assert closed["value"] == pytest.approx(expected) == closed["low"] == closed["high"]
