@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -19,8 +21,8 @@ import numpy as np
 
 from .config import ConfigError
 from .scores import figure, standard_error
-from .subjects import EVAL_FOLDER, folder_for, resolve
-from .trace import TraceError, read_json, write_json, write_text
+from .subjects import EVAL_FOLDER, PRECISIONS, folder_for, resolve
+from .trace import TraceError, free_name, read_json, write_json, write_text
 
 DRAWS = 10_000
 LEAST = 10
@@ -36,46 +38,101 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="folder for compare.md, compare.json and compare.csv; default: none")
     options = parser.parse_args(argv)
     try:
-        table = compare([Path(run) for run in options.runs], options.against)
+        write([Path(run) for run in options.runs], options.against, options.output)
     except (ConfigError, TraceError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    text = markdown(table)
-    print(text)
-    if options.output is not None:
-        options.output.mkdir(parents=True, exist_ok=True)
-        write_text(options.output / "compare.md", text + "\n")
-        write_json(options.output / "compare.json", table)
-        write_text(options.output / "compare.csv", as_csv(table))
     return 0
 
 
-def load_results(folder: Path) -> list[Result]:
-    """All results under a run's or an evaluation's folder.
+def write(
+    folders: list[Path], against: str | None, output: Path | None, shown: set[tuple[str, str]] | None = None
+) -> None:
+    """Print the table of these folders, and write it to `output`, where an earlier one of other rows is moved aside.
+
+    Args:
+        shown: (precision, task) pairs to show; None: all that are there.
+
+    Raises:
+        ConfigError: no results, or no row of the name `against`.
+    """
+    table = compare(folders, against, shown)
+    text = markdown(table)
+    print(text, flush=True)
+    if output is None:
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    earlier = output / "compare.json"
+    if earlier.is_file() and read_json(earlier).get("rows", {}).keys() != table["rows"].keys():
+        for name in ("compare.md", "compare.json", "compare.csv"):
+            if (output / name).is_file():
+                os.replace(output / name, free_name(output / name))
+    write_text(output / "compare.md", text + "\n")
+    write_json(output / "compare.json", table)
+    write_text(output / "compare.csv", as_csv(table))
+
+
+def load_results(folder: Path) -> dict[str, list[Result]]:
+    """All results under a run's or an evaluation's folder, by the place of what was evaluated.
 
     Raises:
         ConfigError: none there.
     """
-    root = folder / EVAL_FOLDER if (folder / EVAL_FOLDER).is_dir() else folder
-    if (folder / "config.json").is_file() and root == folder:
-        root = folder_for(resolve(str(folder), None, None))
-    # Not those that were moved aside (gsm8k.1.json).
-    files = [file for file in sorted(root.glob("*/*.json")) if not re.search(r"\.[0-9]+\.json$", file.name)]
-    found = [read_json(file) for file in files]
-    found = [result for result in found if {"per_item", "precision", "task", "key"} <= result.keys()]
+    if folder.name == EVAL_FOLDER and (folder.parent / "adapter_config.json").is_file():
+        roots = {str(folder.parent.resolve()): folder}
+    elif (folder / EVAL_FOLDER).is_dir():
+        roots = {str(folder.resolve()): folder / EVAL_FOLDER}
+    elif (folder / "config.json").is_file() or not folder.exists():  # a base model
+        roots = {str(folder): folder_for(resolve(str(folder), None, None))}
+    else:
+        roots = {str(folder.resolve()): folder}
+        # What several runs were evaluated into has a folder for each.
+        roots |= {str(f.resolve()): f for f in sorted(folder.glob("*")) if f.is_dir() and f.name not in PRECISIONS}
+    found = {place: _results_in(root) for place, root in roots.items()}
+    found = {place: results for place, results in found.items() if results}
     if not found:
         raise ConfigError(f"{folder}: no evaluation in it; run hf-gnmr eval first")
     return found
 
 
-def compare(folders: list[Path], against: str | None = None) -> dict[str, Any]:
-    """Rows (run and precision), columns (task and metric), cells with differences from the reference row."""
-    placed: dict[tuple[str, str], list[Result]] = {}
+def _results_in(root: Path) -> list[Result]:
+    # Not those that were moved aside (gsm8k.1.json).
+    files = [
+        file for precision in PRECISIONS for file in sorted((root / precision).glob("*.json"))
+        if not re.search(r"\.[0-9]+\.json$", file.name)
+    ]
+    results = [read_json(file) for file in files]
+    return [result for result in results if {"per_item", "precision", "task", "key"} <= result.keys()]
+
+
+def model_of(result: Result) -> str:
+    """What a row must have in common: the model and the dtype it was evaluated in."""
+    key = result["key"]
+    parts = ("adapter", "base", "base_files", "int8", "final", "recovery", "dtype")
+    return json.dumps([key.get(k) for k in parts], sort_keys=True)
+
+
+def compare(
+    folders: list[Path], against: str | None = None, shown: set[tuple[str, str]] | None = None
+) -> dict[str, Any]:
+    """Rows (model and precision), columns (task and metric), cells with differences from the reference row.
+
+    Results of one folder that are not of the same model, or not in the same dtype, are rows of their own.
+    """
+    placed: dict[tuple[str, str], dict[str, list[Result]]] = {}
     for folder in folders:
-        for result in load_results(folder):
-            placed.setdefault((result["key"]["place"], result["precision"]), []).append(result)
+        for place, results in load_results(folder).items():
+            for result in results:
+                if shown is None or (result["precision"], result["task"]) in shown:
+                    models = placed.setdefault((place, result["precision"]), {})
+                    models.setdefault(model_of(result), []).append(result)
+    if not placed:
+        raise ConfigError(f"{', '.join(map(str, folders))}: no evaluation of what was asked for")
     named = _names(list(placed))
-    rows = {named[place]: results for place, results in placed.items()}
+    rows = {
+        named[place] + (f", model {i} of {len(models)}" if len(models) > 1 else ""): results
+        for place, models in placed.items() for i, results in enumerate(models.values(), 1)
+    }
     in_bf16 = [name for name, results in rows.items() if results[0]["in_bf16"]]
     reference = against or (in_bf16[0] if in_bf16 else None)
     if reference is not None and reference not in rows:
@@ -90,7 +147,11 @@ def compare(folders: list[Path], against: str | None = None) -> dict[str, Any]:
                     "stderr": standard_error(metric, result["per_item"][metric], result["per_item_weight"]),
                     "shots": result["shots"], "limit": result["key"]["limit"], "smoke": result["smoke"],
                     "model": result["model"], "truncated": result.get("truncated", 0), "lm_eval": result["lm_eval"],
-                    "files": result["key"]["files"],
+                    "files": result["key"]["files"], "dtype": result["key"]["dtype"],
+                    "settings": {
+                        k: v for k, v in (*result["key"].items(), ("block", result.get("block")))
+                        if k in ("block", "stride", "chat_template", "max_gen_tokens") and v
+                    },
                 }
                 other = next((r for r in rows.get(reference or "", []) if r["task"] == result["task"]), None)
                 if other is not None and name != reference:
@@ -98,10 +159,10 @@ def compare(folders: list[Path], against: str | None = None) -> dict[str, Any]:
                 cells[name][column] = cell
     first = next(iter(rows.values()))[0]
     columns = list(dict.fromkeys(column for row in cells.values() for column in row))
+    smoke = [column for column in columns if any(row[column]["smoke"] for row in cells.values() if column in row)]
     return {
-        "reference": reference, "columns": columns, "rows": cells,
-        "smoke": any(result["smoke"] for results in rows.values() for result in results),
-        "without_effect": [name for name, results in rows.items() if results[0]["adapter_effect"] == 0.0],
+        "reference": reference, "columns": columns, "rows": cells, "smoke": smoke,
+        "without_effect": [name for name, results in rows.items() if any(r["adapter_effect"] == 0.0 for r in results)],
         "versions": {"lm_eval": first["lm_eval"], **first["machine"]["packages"]},
         "test": f"paired bootstrap over items, {DRAWS} draws, seed 0, 95%",
     }
@@ -155,7 +216,8 @@ def markdown(table: dict[str, Any]) -> str:
     """The table as Markdown, with what belongs to its numbers."""
     lines = []
     if table["smoke"]:
-        lines += ["**SMOKE: built-in rows; these numbers say that everything runs, and nothing about a model.**", ""]
+        which = "" if len(table["smoke"]) == len(table["columns"]) else f" in {', '.join(table['smoke'])}"
+        lines += [f"**SMOKE{which}: built-in rows; they say that everything runs, and nothing about a model.**", ""]
     lines += ["| method | " + " | ".join(table["columns"]) + " |", "|---|" + "---|" * len(table["columns"])]
     for name, cells in table["rows"].items():
         row = []
@@ -168,7 +230,10 @@ def markdown(table: dict[str, Any]) -> str:
             d = cell.get("difference")
             if d is not None:
                 word = {True: ", noise", False: "", None: ", too few items to tell"}[d["within_noise"]]
-                text += f" ({d['value']:+.4f}{word})"
+                paired = "" if d["items"] == cell["n"] or ":" in word else f", {d['items']} items in common"
+                text += f" ({d['value']:+.4f}{word}{paired})"
+            elif table["reference"] and name != table["reference"] and column in table["rows"][table["reference"]]:
+                text += " (no item in common)" if np.isfinite(cell["value"]) else ""
             row.append(text)
         lines.append(f"| {name} | " + " | ".join(row) + " |")
     lines.append("")
@@ -177,16 +242,26 @@ def markdown(table: dict[str, Any]) -> str:
     for column in table["columns"]:
         asked = dict.fromkeys(
             f"n {c['n']}, shots {', '.join(map(str, c['shots']))}{', limit ' + str(c['limit']) if c['limit'] else ''}, "
-            f"{str(c['truncated']) + ' prompts cut on the left, ' if c['truncated'] else ''}{', '.join(c['files'])}"
+            f"{''.join(f'{k} {v}, ' for k, v in c['settings'].items())}"
+            f"{str(c['truncated']) + ' prompts cut on the left, ' if c['truncated'] else ''}{_source(c['files'])}"
             for cells in table["rows"].values() if (c := cells.get(column))
         )
         lines.append(f"{column}: {'; '.join(asked)}." + (" NOT THE SAME ITEMS in all rows." if len(asked) > 1 else ""))
     for name, cells in table["rows"].items():
-        lines.append(f"{name}: {next(iter(cells.values()))['model']}.")
+        of_it = next(iter(cells.values()))
+        dtype = "" if of_it["dtype"] in of_it["model"] else f", {of_it['dtype']} beside it"
+        lines.append(f"{name}: {of_it['model']}{dtype}.")
     for name in table["without_effect"]:
         lines.append(f"{name}: ADAPTER WITHOUT EFFECT.")
     lines.append("Versions: " + ", ".join(f"{k} {v}" for k, v in table["versions"].items()) + ".")
     return "\n".join(lines)
+
+
+def _source(files: dict[str, str]) -> str:
+    """Where the items are from; of local files the beginning of their hash, which tells other contents of the same name."""
+    if "data" in files:
+        return "the Hub's rows" if files["data"] == "Hub" else "built-in rows"
+    return ", ".join(f"{name} ({digest[:6]})" for name, digest in files.items())
 
 
 def as_csv(table: dict[str, Any]) -> str:
@@ -194,14 +269,16 @@ def as_csv(table: dict[str, Any]) -> str:
     out = io.StringIO()
     writer = csv.writer(out)
     writer.writerow([
-        "method", "metric", "value", "stderr", "n", "shots", "limit", "difference", "low", "high", "within_noise", "lm_eval",
+        "method", "metric", "value", "stderr", "n", "shots", "limit", "settings", "dtype", "difference", "low", "high",
+        "items", "within_noise", "lm_eval",
     ])
     for name, cells in table["rows"].items():
         for column, cell in cells.items():
             d = cell.get("difference") or {}
             writer.writerow([
                 name, column, cell["value"], cell["stderr"], cell["n"], "/".join(map(str, cell["shots"])), cell["limit"],
-                d.get("value"), d.get("low"), d.get("high"), d.get("within_noise"), cell["lm_eval"],
+                " ".join(f"{k}={v}" for k, v in cell["settings"].items()), cell["dtype"],
+                d.get("value"), d.get("low"), d.get("high"), d.get("items"), d.get("within_noise"), cell["lm_eval"],
             ])
     return out.getvalue()
 

@@ -25,7 +25,7 @@ from .config import ConfigError, SetupError
 from .environment import machine
 from .harness import block_of, run_task
 from .models import load_tokenizer, model_source
-from .subjects import Subject, adapter_effect, build, folder_for, identity_of, resolve, short_hash
+from .subjects import PRECISIONS, Subject, adapter_effect, build, folder_for, identity_of, resolve, short_hash
 from .tasks import (
     BUILTIN,
     NAMES,
@@ -37,7 +37,7 @@ from .tasks import (
 )
 from .trace import TraceError, free_name, read_json, write_json
 
-PRECISIONS = ("low", "recovery", "final")
+MAX_GEN_TOKENS = 256
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--base", help="the adapter's base model, where its own note of it does not lead there")
     parser.add_argument("--block", type=int, help="wikitext_tokens: tokens a block; default: 2048 or the model's length")
     parser.add_argument("--stride", type=int, help="wikitext_tokens: tokens between blocks; default: no overlap")
-    parser.add_argument("--max-gen-tokens", type=int, default=256, help="gsm8k: tokens of an answer at most")
+    parser.add_argument("--max-gen-tokens", type=int, help="gsm8k: tokens of an answer at most (default 256)")
     parser.add_argument("--chat-template", action="store_true", help="put prompts into the tokenizer's chat template")
     parser.add_argument("--output", help="folder for results; default: RUN/eval, or eval-results/NAME-… for a base model")
     parser.add_argument("--offline", action="store_true", help="no network: nothing is asked of the Hub")
@@ -70,10 +70,14 @@ def main(argv: list[str] | None = None) -> int:
             value = getattr(options, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: a whole number above 0 is allowed")
+        subjects = [resolve(run, options.base, options.precision) for run in options.runs]
         if any(request.name != "wikitext_tokens" for request in requests) and not importlib.util.find_spec("lm_eval"):
             raise ConfigError("these tasks need lm-eval: pip install 'hf-gnmr[eval]'")
         for option, given, names in (
-            ("--shots", options.shots is not None, ("gsm8k", "mmlu")), ("--chat-template", options.chat_template, NAMES[:3])
+            ("--shots", options.shots is not None, ("gsm8k", "mmlu")), ("--chat-template", options.chat_template, NAMES[:3]),
+            ("--block", options.block is not None, ("wikitext_tokens",)),
+            ("--stride", options.stride is not None, ("wikitext_tokens",)),
+            ("--max-gen-tokens", options.max_gen_tokens is not None, ("gsm8k",)),
         ):
             without = [request.label for request in requests if given and request.name not in names]
             if without:
@@ -81,18 +85,30 @@ def main(argv: list[str] | None = None) -> int:
         for request in requests:  # missing and broken files are told before a model is loaded
             splits = splits_of(request, options.data)
             _check_shots(request, splits, options.shots)
-        subjects = [resolve(run, options.base, options.precision) for run in options.runs]
+            if request.name != "wikitext_tokens":
+                harness_tasks(request, options.data)
+        options.max_gen_tokens = options.max_gen_tokens or MAX_GEN_TOKENS
+        places = [subject.place for subject in subjects]
+        twice = next((s.label for i, s in enumerate(subjects) if s.place in places[:i]), None)
+        if twice is not None:
+            raise ConfigError(f"{twice}: given twice")
         plans = [plan_of(subject, requests, options) for subject in subjects]
         for subject, (folder, wanted) in zip(subjects, plans, strict=True):
             evaluate(subject, folder, wanted, options)
     except (ConfigError, SetupError, TraceError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    from .compare import main as compare
+    from .compare import write
 
-    folders = [str(folder) for folder, _ in plans]
-    output = options.output or (folders[0] if len(folders) == 1 else "eval-results")
-    return compare([*folders, "--output", output])
+    folders = [folder for folder, _ in plans]
+    output = Path(options.output or (folders[0] if len(folders) == 1 else "eval-results"))
+    shown = {(options.precision or subject.precision, request.label) for subject in subjects for request in requests}
+    try:
+        write(folders, None, output, shown)
+    except (ConfigError, TraceError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def go_offline() -> None:
@@ -136,7 +152,7 @@ def plan_of(
     folder = Path(options.output) if options.output else folder_for(subject)
     if options.output and len(options.runs) > 1:
         folder = folder / f"{Path(subject.label).name}-{short_hash(subject.place)}"
-    identity = identity_of(subject)
+    identity = identity_of(subject, precision)
     wanted = []
     for request in requests:
         key = {
@@ -152,14 +168,38 @@ def plan_of(
         if request.name == "gsm8k":
             key["max_gen_tokens"] = options.max_gen_tokens
         file = folder / precision / f"{request.label.replace(':', '-')}.json"
-        there = read_json(file).get("key", {}) if file.is_file() else None
-        if there == key:
+        if _found(file, key):
             print(f"{subject.label}, {precision}, {request.label}: there already ({file})", flush=True)
             continue
-        if there is not None and there.get("place") != subject.place:
+        there = _key_in(file)
+        if there is not None and options.output and there.get("place") != subject.place:
             raise ConfigError(f"{file} is the result of {there.get('place')}, not of {subject.place}: give another --output")
         wanted.append((request, file, key))
     return folder, wanted
+
+
+def _key_in(file: Path) -> dict[str, Any] | None:
+    """The key of a result; None where there is none, or nothing that can be read."""
+    try:
+        return dict(read_json(file).get("key", {})) if file.is_file() else None
+    except (TraceError, ValueError):
+        print(f"{file} cannot be read (cut?): it is set aside, and the task evaluated again", flush=True)
+        return {}
+
+
+def _found(file: Path, key: dict[str, Any]) -> bool:
+    """Whether a result of this key is there; one that another evaluation set aside is put back in its place."""
+    numbered = sorted(p for p in file.parent.glob(f"{file.stem}.*.json") if p.stem.rpartition(".")[2].isdigit())
+    for candidate in (file, *numbered):
+        there = _key_in(candidate)
+        if there is None or {**there, "place": None} != {**key, "place": None}:
+            continue
+        if candidate != file:
+            if file.is_file():
+                os.replace(file, free_name(file))
+            os.replace(candidate, file)
+        return True
+    return False
 
 
 def evaluate(
@@ -176,7 +216,7 @@ def evaluate(
     autocast = subject.autocast(options.dtype)
     effect = adapter_effect(model, autocast) if subject.adapter is not None else None
     if effect == 0.0:
-        print(f"{subject.label}: ADAPTER WITHOUT EFFECT: it changes no logit; these are the base model's scores", flush=True)
+        print(f"{subject.label}: ADAPTER WITHOUT EFFECT: it changes no logit of a fixed input", flush=True)
     for request, file, key in wanted:
         start = time.perf_counter()
         print(f"{subject.label}, {precision}, {request.label} ...", flush=True)
@@ -211,6 +251,8 @@ def check_before_loading(subject: Subject, requests: list[Request], options: arg
     from transformers import AutoConfig
 
     source = model_source(subject.section)
+    if not Path(source).is_dir() and Path(source).is_absolute():
+        raise ConfigError(f"{subject.label}: {source}: no such folder")
     if options.chat_template and not getattr(load_tokenizer(source, subject.section), "chat_template", None):
         raise ConfigError(f"--chat-template: the tokenizer of {subject.section.name} has none")
     try:
@@ -218,7 +260,8 @@ def check_before_loading(subject: Subject, requests: list[Request], options: arg
             source, revision=subject.section.revision, trust_remote_code=subject.section.trust_remote_code
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{subject.label}: the configuration of {source} cannot be loaded: {error}") from error
+        local = "" if Path(source).is_dir() else f"no folder {source} here, and no such model on the Hub or in its cache. "
+        raise ConfigError(f"{subject.label}: {local}The configuration of {source} cannot be loaded: {error}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
             f"{subject.label}: {source} holds quantised weights already: neither of the two precisions is that. Give the "

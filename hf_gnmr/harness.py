@@ -84,7 +84,8 @@ def truncated_items(lm: Any, request: Request, samples: dict[str, list[dict[str,
         for sample in rows:
             for context, more in sample["arguments"]:
                 if isinstance(more, str):  # a continuation; its last token is not put in
-                    over = len(lm.tok_encode(context)) + len(lm.tok_encode(more)) - 1 > lm.max_length
+                    answer = len(lm.tok_encode(more, add_special_tokens=False))
+                    over = len(lm.tok_encode(context)) + answer - 1 > lm.max_length
                 else:
                     over = len(lm.tok_encode(context)) > lm.max_length - max_gen_tokens
                 if over:
@@ -112,5 +113,5 @@ def _tokens(model: Any, tokenizer: Any, request: Request, options: argparse.Name
         "n": len(blocks), "shots": [0], "block": block,
         "tokens": int(sum(b["tokens"] for b in blocks)),
         "per_item": {name: items}, "per_item_weight": weights,
-        "item_hash": {f"block/{i}": f"{block}-{options.stride}-{int(b['tokens'])}" for i, b in enumerate(blocks)},
+        "item_hash": {f"block/{i}": b["hash"] for i, b in enumerate(blocks)},
     }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from .controller import Bools, Decision, Floats
 from .gradients import Reading
 from .metrics import summarise
 from .trace import TraceError, TraceWriter, free_name, read_trace, write_json
+from .units import Unit
 
 TRACE_FILE = "trace.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -113,6 +115,41 @@ def write_summary(trace: Path, last_step: int) -> dict[str, Any] | None:
         return None
     print(summary_in_words(summary), flush=True)
     return summary
+
+
+class OddWindows:
+    """Says so where no accumulation window has been a whole one yet: the controller would never decide.
+
+    Args:
+        accumulation: micro-batches of a whole window.
+    """
+
+    def __init__(self, accumulation: int) -> None:
+        self.accumulation = accumulation
+        self._lengths: list[int] | None = []
+
+    def saw(self, micro_batches: int) -> None:
+        """A window of so many micro-batches ended."""
+        if self._lengths is None or micro_batches == self.accumulation:
+            self._lengths = None
+            return
+        self._lengths.append(micro_batches)
+        if len(self._lengths) == 3:
+            say(
+                f"NO DECISION so far: the first windows had {', '.join(map(str, self._lengths))} micro-batches and not "
+                f"gradient_accumulation_steps={self.accumulation}. Set it to what a step really has"
+            )
+
+
+def say_not_finite(step: int, units: Sequence[Unit], reading: Reading, withheld: bool) -> None:
+    """Say what must not go unnoticed: gradients that are not finite, and an update that was withheld for it."""
+    bad = [units[i] for i in np.flatnonzero(~np.isfinite(reading.norms) & reading.seen).tolist()]
+    if bad or withheld:
+        names = ", ".join(str(u.layer) if u.name.endswith(f".{u.layer}") else u.name for u in bad[:8])
+        names += ", …" if len(bad) > 8 else ""
+        where = f"in layer{'s' if len(bad) > 1 else ''} {names}" if bad else "outside the layers"
+        update = "; the optimizer's update was withheld" if withheld else ""
+        say(f"step {step}: gradient not finite {where}{update}")
 
 
 def say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""The figures of a run, from its trace and nothing else."""
+"""The figures of a run, from its trace and nothing else; and those of a single step, for a logger."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import math
 from collections import Counter
 from typing import Any
 
+import numpy as np
+
+from .controller import Bools, Decision
 from .trace import Trace
 
 
@@ -74,6 +77,19 @@ def summarise(trace: Trace, last_step: int | None = None) -> dict[str, Any]:
         "first_loss": lines[0]["loss"] if lines else None,
         "last_loss": lines[-1]["loss"] if lines else None,
         "trace_cut": trace.cut,
+    }
+
+
+def step_scalars(decision: Decision, active: Bools, recoverable: int) -> dict[str, float]:
+    """One step's figures for a logger: maxima over finite scores, and the units on the recovery path during the step."""
+    finite = np.isfinite(decision.gnmr)  # of a unit that was not seen: nan
+    return {
+        "gnmr/max": float(decision.gnmr[finite].max(initial=0.0)),
+        "gnmr/delta_max": float(decision.delta_gnmr[finite].max(initial=0.0)),
+        "gnmr/not_finite": int((~finite & decision.seen).sum()),
+        "gnmr/triggered": int(decision.triggered.sum()),
+        "gnmr/active": int(active.sum()),
+        "gnmr/promotion": float(active.sum() / recoverable) if recoverable else 0.0,
     }
 
 

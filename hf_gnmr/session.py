@@ -28,16 +28,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from .census import census_in_words, take_census, trace_header
 from .checks import is_distributed, one_process_of_several, refuse_unreduced_gradients, scaler_missing
 from .config import ConfigError, GNMRConfig, SetupError
-from .controller import Bools, Controller, Decision
+from .controller import Controller, Decision
 from .gradients import GradientNorms, Reading
-from .journal import TRACE_FILE, Journal, say, write_summary
+from .journal import TRACE_FILE, Journal, OddWindows, say, say_not_finite, write_summary
+from .metrics import step_scalars
 from .options import Options, make_config, take_over
 from .signals import SIGNALS
 from .triggers import make_trigger
@@ -109,8 +109,7 @@ class GNMRSession:
         self._micro_batches = 0
         self._withheld = False
         self._closed = False
-        self._odd_windows: list[int] | None = []
-        """Lengths of the windows so far, until one was whole."""
+        self._windows = OddWindows(gradient_accumulation_steps)
         if not reduced:
             refuse_unreduced_gradients(model)
         self.units, self.backend, self.config = take_over(model, self.config, options)
@@ -219,9 +218,11 @@ class GNMRSession:
         end = time.perf_counter()
         self.steps_done += 1
         if self.main_process:
-            self._report(reading)
-            self._warn_of_odd_windows()
-        self._shown = {} if decision is None else self._figures(decision, active)
+            # With a loss scaler, overflows are its daily business and it skips the update.
+            if not self._scaled:
+                say_not_finite(self.steps_done, self.units, reading, self._withheld)
+            self._windows.saw(self._micro_batches)
+        self._shown = {} if decision is None else step_scalars(decision, active, int(self.backend.recoverable.sum()))
         if self._journal is not None:
             self._journal.step(
                 step=self.steps_done,
@@ -336,36 +337,3 @@ class GNMRSession:
         self.run_id = run_id or self.run_id
         self.steps_done = step
         self._resumed = True
-
-    def _warn_of_odd_windows(self) -> None:
-        """Say so where no window has been a whole one yet: the controller would never decide."""
-        if self._odd_windows is None or self._micro_batches == self.accumulation:
-            self._odd_windows = None
-            return
-        self._odd_windows.append(self._micro_batches)
-        if len(self._odd_windows) == 3:
-            lengths = ", ".join(map(str, self._odd_windows))
-            say(
-                f"NO DECISION so far: the first windows had {lengths} micro-batches and not "
-                f"gradient_accumulation_steps={self.accumulation}. Set it to what a step really has"
-            )
-
-    def _figures(self, decision: Decision, active: Bools) -> dict[str, float]:
-        recoverable = int(self.backend.recoverable.sum())
-        finite = np.isfinite(decision.gnmr)  # of a unit that was not seen: nan
-        return {
-            "gnmr/max": float(decision.gnmr[finite].max(initial=0.0)),
-            "gnmr/delta_max": float(decision.delta_gnmr[finite].max(initial=0.0)),
-            "gnmr/not_finite": int((~finite & decision.seen).sum()),
-            "gnmr/triggered": int(decision.triggered.sum()),
-            "gnmr/active": int(active.sum()),
-            "gnmr/promotion": float(active.sum() / recoverable) if recoverable else 0.0,
-        }
-
-    def _report(self, reading: Reading) -> None:
-        """Say what must not go unnoticed. With a loss scaler, overflows are its daily business and it skips the update."""
-        bad = [self.units[i].layer for i in np.flatnonzero(~np.isfinite(reading.norms) & reading.seen)]
-        if not self._scaled and (bad or self._withheld):
-            where = f"in layer{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}" if bad else "outside the layers"
-            update = "; the optimizer's update was withheld" if self._withheld else ""
-            say(f"step {self.steps_done}: gradient not finite {where}{update}")

@@ -19,6 +19,7 @@ from .recipe import ModelSection, Recipe, load_recipe
 from .trace import read_json, read_trace
 from .units import all_layers
 
+PRECISIONS = ("low", "recovery", "final")
 EVAL_FOLDER = "eval"
 """Folder for results inside a run's or adapter's folder."""
 
@@ -73,6 +74,14 @@ def resolve(run: str, base: str | None, precision: str | None) -> Subject:
     step = re.fullmatch(r"checkpoint-(\d+)", folder.resolve().name) if (above / "recipe.yaml").is_file() else None
     if step is not None or (folder / "recipe.yaml").is_file():
         recipe = load_recipe((above if step else folder) / "recipe.yaml")
+        if recipe.lora is None:
+            if base is not None:
+                raise ConfigError(f"--base {base}: {run} trained all weights and needs no base")
+            if not (folder / "config.json").is_file():
+                raise ConfigError(f"{run}: no model in it: the run is not finished")
+            return Subject(run, ModelSection(name=str(folder)), None, precision in ("low", "final"))
+        if adapter.is_file() and not (folder / "adapter_config.json").is_file():
+            raise ConfigError(f"{run}: adapter_model.safetensors without adapter_config.json")
         if not adapter.is_file():
             raise ConfigError(f"{run}: no adapter_model.safetensors in it: the run is not finished")
         section = recipe.model if base is None else replace(recipe.model, name=base)
@@ -96,7 +105,8 @@ def resolve(run: str, base: str | None, precision: str | None) -> Subject:
         if not name:
             raise ConfigError(f"{run}: the adapter does not say what its base model is: give --base")
         kind = str(config.get("peft_type"))
-        return Subject(run, ModelSection(name=str(name)), folder, precision in ("low", "final"), adapter_kind=kind)
+        section = ModelSection(name=str(name), revision=config.get("revision") if base is None else None)
+        return Subject(run, section, folder, precision in ("low", "final"), adapter_kind=kind)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ConfigError(
             f"{run}: neither a run (recipe.yaml), nor an adapter (adapter_config.json), nor a model (config.json)"
@@ -106,21 +116,44 @@ def resolve(run: str, base: str | None, precision: str | None) -> Subject:
     return Subject(run, ModelSection(name=run), None, precision in ("low", "final"))
 
 
-def identity_of(subject: Subject) -> dict[str, Any]:
-    """What makes two evaluations ones of the same model: places and contents."""
-    adapter = None
+def identity_of(subject: Subject, precision: str) -> dict[str, Any]:
+    """What makes two evaluations ones of the same model: contents; `place` is for people."""
+    files = {}
     if subject.adapter is not None:
-        adapter = hashlib.sha256((subject.adapter / "adapter_model.safetensors").read_bytes()).hexdigest()[:16]
+        files = {name: _whole(subject.adapter / name) for name in ("adapter_model.safetensors", "adapter_config.json")}
     base = Path(subject.section.name).expanduser()
-    weights = sorted(base.glob("*.safetensors")) if base.is_dir() else []
+    there = [f for f in sorted(base.glob("*")) if f.suffix in MODEL_FILES] if base.is_dir() else []
+    backend = None if subject.recipe is None or not subject.int8 else subject.recipe.backend
     return {
         "place": subject.place,
-        "base": str(base.resolve()) if base.is_dir() else subject.section.name,
-        "base_files": {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in weights},
-        "adapter": adapter,
+        "base": "local" if base.is_dir() else f"{subject.section.name}@{subject.section.revision or 'main'}",
+        "base_files": {f.name: _sampled(f) if f.stat().st_size > SAMPLED_ABOVE else _whole(f) for f in there},
+        "adapter": files,
         "int8": subject.int8,
         "threshold": subject.section.llm_int8_threshold if subject.int8 else None,
+        "recovery": None if backend is None else [backend.recovery, backend.recovery_source],
+        "final": _last_layers(subject) if precision == "final" else None,
     }
+
+
+MODEL_FILES = (".safetensors", ".bin", ".json", ".model", ".jinja")
+"""Of a base model's folder: weights, configuration, tokenizer."""
+SAMPLED_ABOVE = 16 * 2**20
+
+
+def _whole(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+
+def _sampled(file: Path) -> str:
+    """Size, and 64 KiB at 64 places: reading all of a large model for each evaluation would take minutes."""
+    size = file.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with file.open("rb") as stream:
+        for i in range(64):
+            stream.seek(i * (size - 2**16) // 63)
+            digest.update(stream.read(2**16))
+    return digest.hexdigest()[:16]
 
 
 def short_hash(text: str) -> str:

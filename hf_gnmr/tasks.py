@@ -152,7 +152,7 @@ def splits_of(request: Request, data: str | None) -> dict[str, list[dict[str, An
     if data == BUILTIN:
         from .smoke import smoke_rows
 
-        return smoke_rows(request.name)
+        return _of_subject(request, smoke_rows(request.name), "the built-in rows")
     files = data_files(request, Path(data))
     if request.name.startswith("wikitext"):
         return {"test": [{"page": page} for page in pages(_read(files["test"]))]}
@@ -162,12 +162,40 @@ def splits_of(request: Request, data: str | None) -> dict[str, list[dict[str, An
             missing = [name for name in FIELDS[request.name] if name not in row]
             if missing:
                 raise ConfigError(f"{files[split]}, row {number}: no {', '.join(missing)}")
-    if request.name == "mmlu" and request.subject is not None:
-        rows = {split: [row for row in found if row["subject"] == request.subject] for split, found in rows.items()}
-        if not rows["test"]:
-            there = sorted({row["subject"] for row in rows_of(files["test"])})
-            raise ConfigError(f"--tasks {request.label}: {files['test']} has the subjects {', '.join(there)}")
-    return rows
+            wrong = _wrong(request.name, row)
+            if wrong is not None:
+                raise ConfigError(f"{files[split]}, row {number}: {wrong}")
+    return _of_subject(request, rows, str(files.get("test")))
+
+
+def _of_subject(
+    request: Request, rows: dict[str, list[dict[str, Any]]], where: str
+) -> dict[str, list[dict[str, Any]]]:
+    """Of MMLU's rows those of the subject that was asked for."""
+    if request.subject is None:
+        return rows
+    found = {split: [row for row in part if row["subject"] == request.subject] for split, part in rows.items()}
+    if not found["test"]:
+        there = sorted({row["subject"] for row in rows["test"]})
+        raise ConfigError(f"--tasks {request.label}: {where} has the subjects {', '.join(there)}")
+    return found
+
+
+def _wrong(task: str, row: dict[str, Any]) -> str | None:
+    """What is wrong with a row's values, in words; None: nothing."""
+    if task == "gsm8k":
+        texts = [name for name in FIELDS[task] if not isinstance(row[name], str)]
+        return f"{texts[0]}={row[texts[0]]!r}: a text is allowed" if texts else None
+    options, answer, names = (
+        (row["choices"], row["answer"], ("choices", "answer")) if task == "mmlu"
+        else (row["endings"], row["label"], ("endings", "label"))
+    )
+    if not isinstance(options, list) or (len(options) != 4 if task == "mmlu" else len(options) < 2):
+        return f"{names[0]}={options!r}: a list of {'4' if task == 'mmlu' else '2 or more'} texts is allowed"
+    number = str(answer)  # HellaSwag's public labels are texts
+    if isinstance(answer, bool) or not number.isdigit() or int(number) >= len(options):
+        return f"{names[1]}={answer!r}: 0 to {len(options) - 1} is allowed"
+    return None
 
 
 def harness_tasks(request: Request, data: str | None) -> dict[str, Any]:

@@ -245,7 +245,7 @@ def test_a_checkpoint_of_a_run_is_that_run_at_its_step(runs, tmp_path, capsys):
     evaluate(run / "checkpoint-3", "--precision", "final", tasks=["wikitext_tokens"])
     evaluate(run / "checkpoint-3", run, tasks=["wikitext_tokens"])
     out = capsys.readouterr().out
-    assert f"INT8 with layers {third} in BF16" in out and out.count("bitsandbytes INT8 everywhere.") == 2
+    assert f"INT8 with layers {third} in BF16" in out and out.count("bitsandbytes INT8 everywhere, bfloat16 beside it.") == 2
     figures = [result(f / "eval", "low", "wikitext_tokens")["metrics"] for f in (run / "checkpoint-3", run)]
     assert figures[0] != figures[1], "other adapters"
 
@@ -411,6 +411,8 @@ def test_results_are_never_those_of_another_model(runs, tiny_lm, tmp_path, capsy
     evaluate(runs / "bf16", "--output", tmp_path / "out", tasks=tasks)
     evaluate(tiny_lm, "--output", tmp_path / "out", tasks=tasks, status=2)
     assert "is the result of" in capsys.readouterr().err
+    evaluate("nowhere/model", status=2)
+    assert "no folder nowhere/model here, and no such model" in capsys.readouterr().err
     copy = tmp_path / "run"
     shutil.copytree(runs / "bf16", copy, ignore=shutil.ignore_patterns("eval"))
     evaluate(copy, tasks=tasks)
@@ -459,13 +461,19 @@ def test_offline_is_offline_and_needs_data(tiny_lm, capsys, monkeypatch):
         ("hellaswag/validation.jsonl", "", "holds no rows"),
         ("gsm8k/test.jsonl", "[1]\n", "no JSON objects"),
         ("wikitext2/test.raw", b"\xff\xfe\x00", "cannot be read as text"),
+        ("mmlu/test.jsonl", '{"question": "", "subject": "a", "choices": ["1", "2"], "answer": 0}\n', "a list of 4 texts"),
+        ("mmlu/test.jsonl", '{"question": "", "subject": "a", "choices": [1, 2, 3, 4], "answer": "C"}\n', "answer='C'"),
+        ("hellaswag/validation.jsonl",
+         '{"activity_label": "", "ctx_a": "", "ctx_b": "", "endings": ["a", "b"], "label": ""}\n', "label=''"),
+        ("gsm8k/test.jsonl", '{"question": 3, "answer": "1"}\n', "question=3: a text"),
         ("hellaswag/validation2.jsonl", "{}", "all match hellaswag/validation*.jsonl: leave one"),
     ],
 )
 def test_broken_data_are_told_before_the_model_is_loaded(tiny_lm, tmp_path, capsys, monkeypatch, file, text, message):
     for split in ("mmlu/dev.jsonl", "gsm8k/train.jsonl", "hellaswag/validation.jsonl"):
         (tmp_path / split).parent.mkdir(exist_ok=True)
-        (tmp_path / split).write_text('{"question": "?", "answer": "1", "subject": "a", "choices": ["1"]}\n')
+        row = '{"question": "?", "answer": %s, "subject": "a", "choices": ["1", "2", "3", "4"]}\n'
+        (tmp_path / split).write_text(row % ('"1"' if "gsm8k" in split else "1"))
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_bytes(text if isinstance(text, bytes) else text.encode())
     monkeypatch.setattr("hf_gnmr.evaluate.build", lambda *arguments: pytest.fail("loaded"))
@@ -490,6 +498,98 @@ def test_one_load_for_all_tasks_of_a_run(runs, monkeypatch):
     evaluate(runs / "gnmr", "--limit", "1", "--output", runs / "once", tasks=["hellaswag", "mmlu", "wikitext_tokens"])
     assert len(loads) == 1
     assert compare([runs / "once"])["smoke"]
+
+
+# -- results belong to one model and one set of items ---------------------------------------------------------------------
+
+
+def copied(run, to):
+    shutil.copytree(run, to, ignore=shutil.ignore_patterns("eval"))
+    return to
+
+
+def test_another_adapter_configuration_is_another_model(runs, tmp_path, capsys):
+    run = copied(runs / "gnmr", tmp_path / "run")
+    evaluate(run, tasks=["wikitext_tokens", "hellaswag"])
+    before = result(run / "eval", "low", "wikitext_tokens")["metrics"]
+    config = json.loads((run / "adapter_config.json").read_text())
+    (run / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 1}))
+    capsys.readouterr()
+    evaluate(run, tasks=["wikitext_tokens"])
+    assert "there already" not in capsys.readouterr().out
+    assert result(run / "eval", "low", "wikitext_tokens")["metrics"] != before
+    assert cli(["compare", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "model 1 of 2" in out and "model 2 of 2" in out, "one row a model"
+
+
+def test_a_run_that_was_moved_keeps_its_results_and_a_copy_is_a_row_of_its_own(runs, tmp_path, capsys):
+    run = copied(runs / "gnmr", tmp_path / "run")
+    evaluate(run, tasks=["wikitext_tokens"])
+    shutil.move(run, tmp_path / "moved")
+    capsys.readouterr()
+    evaluate(tmp_path / "moved", tasks=["wikitext_tokens"])
+    assert "there already" in capsys.readouterr().out
+    shutil.copytree(tmp_path / "moved", tmp_path / "copy")
+    assert cli(["compare", str(tmp_path / "moved"), str(tmp_path / "copy")]) == 0
+    out = capsys.readouterr().out
+    assert "| moved (low) |" in out and "| copy (low) |" in out
+
+
+def test_a_trial_does_not_cost_a_full_result(runs, tmp_path, capsys, monkeypatch):
+    run = copied(runs / "gnmr", tmp_path / "run")
+    evaluate(run)
+    evaluate(run, "--limit", "2")
+    assert "n 2" in capsys.readouterr().out.split("In brackets")[-1]
+    monkeypatch.setattr("hf_gnmr.evaluate.build", lambda *arguments: pytest.fail("loaded"))
+    evaluate(run)
+    assert "there already" in (out := capsys.readouterr().out) and "hellaswag acc: n 8" in out
+    evaluate(run, "--limit", "2")
+    monkeypatch.undo()
+    (run / "eval" / "low" / "hellaswag.json").write_text('{"cut')
+    evaluate(run, "--limit", "3")
+    assert "cannot be read (cut?)" in capsys.readouterr().out
+    assert result(run / "eval", "low")["n"] == 3
+    evaluate(run, run, status=2)
+    assert "given twice" in capsys.readouterr().err
+
+
+def test_other_texts_and_other_blocks_are_not_paired(runs, tmp_path, capsys):
+    for name, text in (("one", smoke_text()), ("two", smoke_text().replace("year", "spring"))):
+        (tmp_path / name / "wikitext2").mkdir(parents=True)
+        (tmp_path / name / "wikitext2" / "test.raw").write_text(text)
+    for out, run, data, block in (("a", "bf16", "one", 64), ("b", "gnmr", "two", 64), ("c", "gnmr", "one", 32)):
+        more = ["--data", str(tmp_path / data), "--block", str(block), "--output", str(tmp_path / out)]
+        assert cli(["eval", str(runs / run), *more, "--tasks", "wikitext_tokens", "--limit", "12", "--offline"]) == 0
+    for other in "bc":
+        capsys.readouterr()
+        assert cli(["compare", str(tmp_path / "a"), str(tmp_path / other)]) == 0
+        out = capsys.readouterr().out
+        assert "(no item in common)" in out and "NOT THE SAME ITEMS" in out and "block 64" in out
+
+
+def test_what_several_runs_were_evaluated_into_is_compared_by_its_folder(runs, tmp_path, capsys):
+    evaluate(runs / "bf16", runs / "gnmr", "--output", tmp_path / "both")
+    capsys.readouterr()
+    assert cli(["compare", str(tmp_path / "both")]) == 0
+    out = capsys.readouterr().out
+    assert "| bf16-" in out and "| gnmr-" in out
+    evaluate(runs / "bf16", "--output", tmp_path / "both" / "more", "--precision", "recovery", tasks=["mmlu:sums"])
+    assert "mmlu:sums acc" in (out := capsys.readouterr().out) and "hellaswag" not in out, "what was asked for"
+    assert "n 6" in out and "built-in rows" in out
+    evaluate(runs / "bf16", status=2, tasks=["mmlu:xyz"])
+    assert "has the subjects differences, sums" in capsys.readouterr().err
+
+
+def test_a_model_whose_weights_were_all_trained(tmp_path, capsys):
+    from test_pretrain import small
+
+    small(tmp_path / "run")
+    evaluate(tmp_path / "run", "--output", tmp_path / "out", "--block", "64", tasks=["wikitext_tokens"])
+    found = result(tmp_path / "out", "recovery", "wikitext_tokens")
+    assert found["adapter_effect"] is None and found["metrics"]["token_perplexity"] > 1
+    evaluate(tmp_path / "run", "--base", "x", status=2)
+    assert "needs no base" in capsys.readouterr().err
 
 
 @pytest.mark.slow

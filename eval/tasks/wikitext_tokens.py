@@ -6,6 +6,7 @@ which blocks of an exact length need; so this task is a function of its own: ``w
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 def token_perplexity(
     model: Any, tokenizer: Any, text: str, *, block: int, stride: int | None = None, limit: int | None = None
-) -> Iterator[dict[str, float]]:
+) -> Iterator[dict[str, Any]]:
     """Autoregressive perplexity by token over fixed blocks of a text.
 
     The text is tokenised whole, without special tokens. Block after block of `block` tokens goes through the model by
@@ -31,7 +32,8 @@ def token_perplexity(
         limit: blocks at most; None: the whole text.
 
     Yields:
-        after each block: `nll` (its sum over scored tokens, nats) and `tokens` (how many it scored).
+        after each block: `nll` (its sum over scored tokens, nats), `tokens` (how many it scored) and `hash` (of its ids
+        and of where scoring begins).
     """
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], device=model.device)
     stride = block if stride is None else stride
@@ -46,12 +48,13 @@ def token_perplexity(
         with torch.no_grad():
             logits = model(input_ids=piece[None], use_cache=False).logits[0].float()
         nll = torch.nn.functional.cross_entropy(logits[first - 1 : -1], piece[first:], reduction="sum")
-        yield {"nll": float(nll), "tokens": len(piece) - first}
+        digest = hashlib.sha256(f"{first} {piece.tolist()}".encode()).hexdigest()[:12]
+        yield {"nll": float(nll), "tokens": len(piece) - first, "hash": digest}
         scored = start + len(piece)
         if scored >= len(ids):
             return
 
 
-def perplexity(blocks: list[dict[str, float]]) -> float:
+def perplexity(blocks: list[dict[str, Any]]) -> float:
     """exp of the mean over all scored tokens."""
     return math.exp(sum(b["nll"] for b in blocks) / sum(b["tokens"] for b in blocks))
