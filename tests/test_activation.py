@@ -254,6 +254,19 @@ def test_resumed_it_goes_on_bit_for_bit(trainer_for, tmp_path):
         assert torch.equal(p, q)
 
 
+def test_under_compile_the_projections_stay_as_they_are():
+    model = llama()
+    backend = ActivationBackend(model, find_projections(model))
+    _, grads = step(model)
+    model.zero_grad()
+    compiled = torch.compile(model, backend="eager")
+    compiled(input_ids=IDS, labels=IDS).loss.backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, grads[name], rtol=1e-5, atol=1e-7)
+    backend.apply(NONE)
+    assert backend.step_figures()["saved_tokens"] == IDS.numel()
+
+
 def test_routers_of_experts_are_left_alone():
     config = MixtralConfig(
         vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,

@@ -107,3 +107,22 @@ def test_the_launchers_cpu_configuration(recipe_file, tmp_path):
     config = pathlib.Path(__file__).parent.parent / "recipes" / "accelerate" / "cpu.yaml"
     out = launch(["accelerate", "launch", "--config_file", str(config), "-m"], ["hf_gnmr.train"], [recipe_file])
     assert "WORLD SIZE" not in out and len(read_trace(tmp_path / "run" / "trace.jsonl").steps) == 6
+
+
+@pytest.mark.parametrize("trigger", ["jacobian", "gsnr", "random"])
+def test_two_ranks_choose_the_same_projections(tmp_path, trigger):
+    """Gains are measured on each rank's own activations and added up; the others are the same on every rank anyway."""
+    script = tmp_path / "watched.py"
+    script.write_text(WATCHED)
+    run = tmp_path / "run"
+    arguments = [
+        "activation_small", f"training.output_dir={run}", "training.max_steps=5", "training.eval_strategy=no",
+        "data.eval_rows=0", "data.documents=200", "training.per_device_train_batch_size=4", "training.use_cpu=true", "training.ddp_backend=gloo",
+        f"trigger.name={trigger}", "training.disable_tqdm=true", "gnmr.max_o=3",
+        *(["trigger.promotion_ratio=0.1"] if trigger == "random" else []),
+    ]
+    launch(torchrun(2), [str(script)], arguments, DECISIONS=str(tmp_path))
+    ranks = [[json.loads(line) for line in (tmp_path / f"rank{r}.jsonl").read_text().splitlines()] for r in range(2)]
+    assert len(ranks[0]) == 5 and [d[1] for d in ranks[0]] == [d[1] for d in ranks[1]]
+    assert any(any(d[1]) for d in ranks[0])
+    np.testing.assert_allclose([d[0] for d in ranks[0]], [d[0] for d in ranks[1]], rtol=1e-6)

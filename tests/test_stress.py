@@ -31,6 +31,7 @@ def grid(out, *arguments):
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
 
 
+@pytest.mark.slow
 def test_a_grid_of_twenty_steps(tmp_path):
     out = tmp_path / "grid"
     arguments = ["--arms", *ARMS, "--seeds", "1", "2", "--formats", "int:2:8", "--max-o", "2"]
