@@ -14,7 +14,7 @@ from typing import Any
 
 from datasets import Dataset, load_dataset
 
-from .recipe import DataSection, RecipeError
+from .sections import DataSection, RecipeError
 
 LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 BUILTIN = "builtin"

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from .journal import SUMMARY_FILE, TRACE_FILE
-from .recipe import Recipe, RecipeError
+from .sections import Recipe, RecipeError
 
 FINISHED = ("adapter_model.safetensors", "results.json", SUMMARY_FILE)
 """Files that a run under LoRA leaves at its end; one that trains all weights leaves the model instead of the adapter."""

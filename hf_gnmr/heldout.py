@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from .recipe import Recipe
+from .sections import Recipe
 
 
 def held_out_figures(trainer: Trainer, recipe: Recipe, held_out: list[dict[str, str]]) -> dict[str, Any]:

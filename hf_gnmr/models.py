@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .config import GNMRConfig, SetupError
-from .recipe import LoraSection, ModelSection, RecipeError
+from .sections import LoraSection, ModelSection, RecipeError
 
 BUILTIN = "builtin"
 

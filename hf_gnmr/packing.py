@@ -16,7 +16,7 @@ import numpy as np
 from datasets import Dataset, IterableDataset, load_dataset
 
 from .data import BUILTIN, LOADERS
-from .recipe import DataSection, RecipeError
+from .sections import DataSection, RecipeError
 
 END_OF_TEXT = "<|endoftext|>"
 """Between documents in a .txt file."""

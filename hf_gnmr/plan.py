@@ -24,7 +24,8 @@ from .config import ConfigError, SetupError, parse_bytes
 from .models import BUILTIN, lora_config, scratch_config
 from .options import Options, within_budget
 from .plan_activations import activations_in_words, plan_activations
-from .recipe import SCRATCH, Recipe, RecipeError, find_recipe, load_recipe
+from .recipe import SCRATCH, find_recipe, load_recipe
+from .sections import Recipe, RecipeError
 from .units import find_units
 
 EXCEPTIONS = 0.012

@@ -13,7 +13,7 @@ import torch
 
 from .backends import ActivationBackend
 from .models import lora_config
-from .recipe import Recipe
+from .sections import Recipe
 from .units import find_projections, find_units
 
 

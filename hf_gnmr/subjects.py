@@ -15,7 +15,8 @@ from safetensors import SafetensorError
 from .backends.int8 import Int8Backend, cast_notes_silenced
 from .config import ConfigError
 from .models import load_adapter, load_base, load_tokenizer, model_source
-from .recipe import ModelSection, Recipe, load_recipe
+from .recipe import load_recipe
+from .sections import ModelSection, Recipe
 from .trace import read_json, read_trace
 from .units import all_layers
 

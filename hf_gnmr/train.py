@@ -46,7 +46,8 @@ from .models import (
     scratch_tokenizer,
 )
 from .packing import check_text_source, text_blocks
-from .recipe import SCRATCH, Recipe, RecipeError, find_recipe, load_recipe
+from .recipe import SCRATCH, find_recipe, load_recipe
+from .sections import Recipe, RecipeError
 from .trace import TraceError, free_name, write_json, write_text
 from .trainer import GNMRTrainer
 

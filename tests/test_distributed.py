@@ -117,7 +117,8 @@ def test_two_ranks_choose_the_same_projections(tmp_path, trigger):
     run = tmp_path / "run"
     arguments = [
         "activation_small", f"training.output_dir={run}", "training.max_steps=5", "training.eval_strategy=no",
-        "data.eval_rows=0", "data.documents=200", "training.per_device_train_batch_size=4", "training.use_cpu=true", "training.ddp_backend=gloo",
+        "data.eval_rows=0", "data.documents=200", "training.per_device_train_batch_size=4", "training.use_cpu=true",
+        "training.ddp_backend=gloo",
         f"trigger.name={trigger}", "training.disable_tqdm=true", "gnmr.max_o=3",
         *(["trigger.promotion_ratio=0.1"] if trigger == "random" else []),
     ]
