@@ -85,7 +85,7 @@ def main() -> int:
     except ConfigError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    runs = {job: figures for job in jobs if (figures := read(options.out, job)) is not None}
+    runs = {job: figures for job in jobs if (figures := read(options, job)) is not None}
     times = step_times(options) if options.times else {}
     table = {"rows": rows_of(runs), "runs": {job.name: figures for job, figures in runs.items()}, "step_times": times}
     text = markdown(table, options, len(jobs))
@@ -137,6 +137,7 @@ def overrides_of(job: Job, options: argparse.Namespace) -> list[str]:
     if job.max_o is not None:
         changes.append(f"gnmr.max_o={job.max_o}")
     if arm.trigger == "random":
+        changes.append(f"trigger.seed={job.seed}")
         twin = dataclasses.replace(job, arm=Arm("gnmr", arm.alpha, arm.beta))
         changes += [f"trigger.trace={options.out / twin.name / 'trace.jsonl'}"]
     if arm.trigger == "static" and not any(o.startswith("trigger.warmup") for o in options.overrides):
@@ -163,7 +164,7 @@ def check(options: argparse.Namespace, jobs: list[Job]) -> None:
 def run_all(options: argparse.Namespace, jobs: list[Job]) -> None:
     """Run what is not there yet."""
     options.out.mkdir(parents=True, exist_ok=True)
-    left = [job for job in jobs if read(options.out, job) is None]
+    left = [job for job in jobs if read(options, job) is None]
     total, started = len(left), time.perf_counter()
     print(f"{len(jobs)} runs, {total} of them to do", flush=True)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -182,7 +183,11 @@ def run_all(options: argparse.Namespace, jobs: list[Job]) -> None:
             for future in finished:
                 job = running.pop(future)
                 done += 1
-                loss = future.result().get("eval_loss", math.nan)
+                try:
+                    loss = future.result().get("eval_loss", math.nan)
+                except Exception as error:  # one run that fails must not cost the others
+                    print(f"{done}/{total} {job.name} FAILED: {type(error).__name__}: {error}", flush=True)
+                    continue
                 each = (time.perf_counter() - started) / done
                 rest = f"{each:.0f} s a run, {each * (total - done):.0f} s left"
                 print(f"{done}/{total} {job.name}: loss {loss:.4f} ({rest})", flush=True)
@@ -215,11 +220,30 @@ def run(recipe_name: str, overrides: list[str], folder: Path) -> dict:
     return results
 
 
-def read(out: Path, job: Job) -> dict | None:
-    """A finished run's figures; None: it is not finished."""
-    folder = out / job.name
+def read(options: argparse.Namespace, job: Job) -> dict | None:
+    """A finished run's figures; None: it is not finished.
+
+    Raises:
+        ConfigError: the folder holds a run of other settings.
+    """
+    from hf_gnmr.config import ConfigError
+    from hf_gnmr.recipe import find_recipe, load_recipe
+
+    folder = options.out / job.name
     if not (folder / "results.json").is_file() or not (folder / "summary.json").is_file():
         return None
+    wanted, there = (
+        dataclasses.asdict(recipe)
+        for recipe in (
+            load_recipe(find_recipe(options.recipe), overrides_of(job, options)), load_recipe(folder / "recipe.yaml")
+        )
+    )
+    for recipe in (wanted, there):
+        recipe["training"].pop("output_dir")
+        recipe["trigger"].pop("trace")
+    for section in wanted:
+        if wanted[section] != there[section]:
+            raise ConfigError(f"{folder} holds a run whose section {section} has other settings: give another --out")
     return {**json.loads((folder / "summary.json").read_text()), **json.loads((folder / "results.json").read_text())}
 
 
@@ -250,10 +274,13 @@ def rows_of(runs: dict[Job, dict]) -> list[dict]:
             "loss_sd": statistics.stdev(finite) if len(finite) > 1 else None,
             "perplexity": statistics.mean(map(_exp, finite)) if finite else None,
             "perplexity_sd": statistics.stdev(map(_exp, finite)) if len(finite) > 1 else None,
-            "against_none": paired(ours, low), "against_all": paired(ours, high), "against_random": paired(ours, control),
+            "against_none": None if arm.trigger == "none" else paired(ours, low),
+            "against_all": None if arm.trigger == "all" else paired(ours, high),
+            "against_random": paired(ours, control),
             "gap_closed": gap_closed(ours, low, high),
+            "hit_max_o_rate": None if arm.trigger in FREE_OF_MAX_O else mean("hit_max_o_rate"),
             **{key: mean(key) for key in (
-                "promotion_ratio", "hit_max_o_rate", "gnmr_exceedance", "delta_gnmr_exceedance", "controller_share",
+                "promotion_ratio", "gnmr_exceedance", "delta_gnmr_exceedance", "controller_share",
                 "peak_saved_bytes", "peak_recovery_bytes", "trigger_bytes", "gss_max",
             )},
         })
@@ -267,17 +294,34 @@ def _exp(loss: float) -> float:
 def paired(ours: dict[int, float], theirs: dict[int, float]) -> dict | None:
     """Difference of losses seed by seed: mean, its standard error, seeds, and the effect that would have been seen.
 
-    `detectable`: 2.8 standard errors, what a two-sided test at 5% finds with 80% power.
+    `detectable`: what a two-sided t test at 5% finds with 80% power: 2.8 standard errors with many seeds, 5.4 with three.
     """
     seeds = [s for s in ours if s in theirs and math.isfinite(ours[s]) and math.isfinite(theirs[s])]
     differences = [ours[s] - theirs[s] for s in seeds]
-    if not differences or ours == theirs:
+    if not differences:
         return None
-    error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
+    free = len(differences) - 1
+    error = statistics.stdev(differences) / math.sqrt(len(differences)) if free else None
     return {
         "mean": statistics.mean(differences), "stderr": error, "seeds": len(seeds),
-        "detectable": None if error is None else 2.8 * error, "better": sum(d < 0 for d in differences),
+        "detectable": None if error is None else (t_quantile(0.975, free) + t_quantile(0.8, free)) * error,
+        "better": sum(d < 0 for d in differences),
     }
+
+
+def t_quantile(p: float, free: int) -> float:
+    """Of Student's t, from its distribution function by bisection."""
+
+    def below(t: float) -> float:
+        x = np.linspace(0, t, 2001)
+        density = np.exp(math.lgamma((free + 1) / 2) - math.lgamma(free / 2)) / math.sqrt(free * math.pi)
+        return 0.5 + float(np.trapezoid(density * (1 + x * x / free) ** (-(free + 1) / 2), x))
+
+    low, high = 0.0, 1000.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if below(middle) < p else (low, middle)
+    return low
 
 
 def gap_closed(ours: dict[int, float], low: dict[int, float], high: dict[int, float]) -> dict | None:
@@ -374,7 +418,8 @@ def markdown(table: dict, options: argparse.Namespace, wanted: int) -> str:
         if d is None:
             return "–"
         error = "" if d["stderr"] is None else f" ± {d['stderr']:.4f}"
-        return f"{d['mean']:+.4f}{error} ({d['better']} of {d['seeds']} lower)"
+        seen = "" if d["stderr"] is None else f"; {d['detectable']:.4f} detectable"
+        return f"{d['mean']:+.4f}{error} ({d['better']} of {d['seeds']} lower{seen})"
 
     def gap(g: dict | None) -> str:
         if g is None:
@@ -385,7 +430,7 @@ def markdown(table: dict, options: argparse.Namespace, wanted: int) -> str:
         return [f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *cells)]
 
     rows = table["rows"]
-    first = [[r["format"], str(r["max_o"] or "recipe"), r["arm"]] for r in rows]
+    first = [[r["format"], "recipe" if r["max_o"] is None else str(r["max_o"]), r["arm"]] for r in rows]
     quality = [
         [
             f"{len(r['seeds'])}{', ' + str(r['diverged']) + ' diverged' if r['diverged'] else ''}",
@@ -410,8 +455,9 @@ def markdown(table: dict, options: argparse.Namespace, wanted: int) -> str:
         [a + b for a, b in zip(first, quality, strict=True)],
     )
     lines += [
-        "", "± is the standard error of the paired difference; 2.8 of them is the effect that a test at 5% finds with 80% "
-        "power. Gap closed: (ppl none − ppl) / (ppl none − ppl all) of the means, 95% of a bootstrap over seeds.", "",
+        "", "± is the standard error of the difference paired by seed; detectable: the effect that a t test at 5% finds "
+        "with 80% power. Gap closed: (ppl none − ppl) / (ppl none − ppl all) of the means, 95% of a bootstrap over seeds.",
+        "",
     ]
     lines += table_of(
         ["format", "maxO", "arm", "promotion ratio", "hit-maxO", "GNMR ≥ α", "ΔGNMR ≥ β", "saved bytes, peak", "ΔM, peak",

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
@@ -92,6 +93,8 @@ class GNMRCallback(TrainerCallback, ExportableState):
         """The controller's state in the checkpoint that this callback was built anew from, if it was."""
         self._run_id: str | None = None
         self._setup: dict[str, Any] | None = None
+        self._folder: str | None = None
+        """Where the training saves."""
         self._micro_batches = 0
 
     @property
@@ -145,6 +148,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
             session.detach()
             raise
         self.session = session
+        self._folder = str(Path(args.output_dir).resolve())
         self._run_id = session.run_id
         self._micro_batches = 0
 
@@ -172,7 +176,8 @@ class GNMRCallback(TrainerCallback, ExportableState):
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if tensors and state.is_world_process_zero and folder.is_dir():
             partial = folder / f"{SIGNAL_FILE}.partial"
-            save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, partial)
+            marks = {"run_id": str(self._run_id), "step": str(state.global_step)}
+            save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, partial, metadata=marks)
             os.replace(partial, folder / SIGNAL_FILE)
 
     def on_train_end(
@@ -206,6 +211,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
             "attributes": {
                 "_state": self.controller.state_dict() if self.controller is not None else self._state,
                 "_run_id": self._run_id,
+                "_folder": self._folder,
                 "_setup": self._setup if self.session is None else self.session.setup(),
             },
         }
@@ -221,13 +227,18 @@ class GNMRCallback(TrainerCallback, ExportableState):
         saved = attributes.get("_state")
         run_id = None if saved is None else attributes.get("_run_id")
         session.resume(state.global_step, saved, run_id, attributes.get("_setup"))
-        tensors = folder / f"checkpoint-{state.global_step}" / SIGNAL_FILE
         if session.signal is not None and session.signal.tensors():
-            if tensors.is_file():
-                session.signal.load_tensors(load_file(tensors))
+            checkpoint = f"checkpoint-{state.global_step}"
+            places = [where / checkpoint / SIGNAL_FILE for where in (folder, Path(str(attributes.get("_folder"))))]
+            tensors = next((t for place in places if (t := _tensors_of(place, run_id, state.global_step)) is not None), None)
+            if tensors is not None:
+                session.signal.load_tensors(tensors)
             else:
-                name = self.options.trigger
-                warnings.warn(f"no {tensors}: the running means of trigger {name!r} start anew", stacklevel=2)
+                warnings.warn(
+                    f"no {SIGNAL_FILE} of step {state.global_step} of that run in {places[0].parent}: the running means of "
+                    f"trigger {self.options.trigger!r} start anew",
+                    stacklevel=2,
+                )
         if saved is None:
             warnings.warn(
                 f"resumed at step {state.global_step} from a checkpoint without GNMR state: the history starts anew",
@@ -246,3 +257,14 @@ class GNMRCallback(TrainerCallback, ExportableState):
         """For a Trainer to tell each micro-batch's loss (`GNMRSession.note_loss`)."""
         if self.session is not None:
             self.session.note_loss(loss)
+
+
+def _tensors_of(file: Path, run_id: str | None, step: int) -> dict[str, Tensor] | None:
+    """A trigger's tensors, if the file is there and of that run and step."""
+    if not file.is_file():
+        return None
+    with safe_open(file, framework="pt") as found:
+        marks = found.metadata() or {}
+        if (marks.get("run_id"), marks.get("step")) != (str(run_id), str(step)):
+            return None
+        return {name: found.get_tensor(name) for name in found.keys()}  # noqa: SIM118 (not a dict)

@@ -63,10 +63,12 @@ class GradientNorms:
         units: the monitored units.
         scaler: the gradient scaler in use (a `torch.amp.GradScaler`), or None.
         signal: what the trigger needs measured as well, or None.
+        accumulation: backward passes of a whole window; only at the end of such a one is the signal taken.
     """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[Unit], scaler: Any = None, signal: Signal | None = None
+        self, model: nn.Module, units: Sequence[Unit], scaler: Any = None, signal: Signal | None = None,
+        accumulation: int = 1,
     ) -> None:
         of_units = [p for unit in units for p in unit.parameters]
         known = {id(p) for p in of_units}
@@ -81,6 +83,7 @@ class GradientNorms:
         self._scaler = scaler
         self._signal = signal
         self._signal_values = 0
+        self._accumulation = accumulation
         self._state = GradientState()
         self._armed = False
         self._frozen = [p for p in unwrap(model).parameters() if not p.requires_grad and p.is_floating_point()]
@@ -144,7 +147,8 @@ class GradientNorms:
         start = time.perf_counter()
         values = vector.to("cpu", torch.float64).numpy()
         measured, values = values[: self._signal_values], values[self._signal_values :]
-        signal = None if self._signal is None else self._signal.combine(measured)
+        signal = None if self._signal is None or not len(measured) else self._signal.combine(measured)
+        self._signal_values = 0
         per_parameter = np.zeros(len(self.parameters))
         per_parameter[order] = values[: len(order)]
         scale = float(values[len(order)])
@@ -236,9 +240,10 @@ class GradientNorms:
         self._version = (which, self.parameters[which]._version)
         scale = self._scale(home)
         parts.append(scale)
-        if self._signal is not None:
+        if self._signal is not None and self._backwards == self._accumulation:
             self._seconds += self._signal.seconds
-            parts.insert(0, self._signal.values(scale).to(home))
+            skips = self._scaler is not None and self._scaler.is_enabled()
+            parts.insert(0, self._signal.values(scale, skips).to(home))
             self._signal_values = len(parts[0])
         if self._losses:
             parts.append(torch.stack([x.to(home, torch.float32, non_blocking=True) for x in self._losses]).sum()[None])

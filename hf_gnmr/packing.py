@@ -54,6 +54,16 @@ def check_text_source(section: DataSection) -> None:
         raise RecipeError(f"data.name={section.name!r}: files that end in .txt, {', '.join(LOADERS)} are read as text")
     if section.streaming and (path.is_file() or section.name == BUILTIN):
         raise RecipeError("data.streaming=True is for data sets on the Hub: local text is read whole")
+    local = path.is_file() or section.name == BUILTIN
+    if local and section.eval_split is not None:
+        raise RecipeError(
+            f"data.eval_split={section.eval_split!r}: local text has no splits; leave it out (null), and data.eval_rows "
+            "blocks are held out from its end"
+        )
+    if section.eval_split is not None and not section.eval_rows:
+        raise RecipeError(f"data.eval_split={section.eval_split!r} needs data.eval_rows above 0")
+    if section.streaming and section.rows is not None:
+        raise RecipeError(f"data.rows={section.rows} with data.streaming=True: training.max_steps says how much is read")
     if section.generate_rows:
         raise RecipeError(f"data.generate_rows={section.generate_rows}: text has no answers to generate")
     if section.streaming and section.eval_rows and section.eval_split is None:

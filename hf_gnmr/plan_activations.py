@@ -40,6 +40,7 @@ def plan_activations(recipe: Recipe, config: Any, where: str, per_parameter: flo
         if recipe.lora is not None:
             model.requires_grad_(False)
             model = get_peft_model(model, lora_config(recipe.lora))
+        half = bool(recipe.training.get("bf16") or recipe.training.get("fp16"))
         trainable = [p for p in model.parameters() if p.requires_grad]
         backend_section = recipe.backend
         activation = backend_section.name == "activation"
@@ -47,7 +48,11 @@ def plan_activations(recipe: Recipe, config: Any, where: str, per_parameter: flo
         units = finder(model, recipe.model.layers)
         saved: dict[str, int] = {}
         max_o = recipe.gnmr.resolve_max_o(len(units)) if activation else 0
+        numbers = sum(p.numel() for p in trainable)
+        size = sum(p.numel() * p.element_size() for p in trainable)
         if activation:
+            if half:  # autocast's products, and so the inputs that they keep, are in 16 bits
+                model = model.to(torch.bfloat16)
             backend = ActivationBackend(
                 model, units, bits_low=backend_section.bits_low, bits_recovery=backend_section.bits_recovery,
                 format=backend_section.format,
@@ -62,8 +67,6 @@ def plan_activations(recipe: Recipe, config: Any, where: str, per_parameter: flo
             backend.apply_exact()
             saved["16 bits"] = backend.step_figures()["saved_bytes"]
             backend.remove()
-    numbers = sum(p.numel() for p in trainable)
-    size = sum(p.numel() * p.element_size() for p in trainable)
     # States are in the parameters' dtype: two of them (Adam) are 8 bytes a parameter in fp32.
     state = None if per_parameter is None else int(per_parameter * size / 4)
     training = recipe.training

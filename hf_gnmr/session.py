@@ -119,7 +119,7 @@ class GNMRSession:
                 options=options.trigger_options,
             )
             self.signal = SIGNALS[self.controller.signal](self.units) if self.controller.signal else None
-            self._gradients = GradientNorms(model, self.units, scaler, self.signal)
+            self._gradients = GradientNorms(model, self.units, scaler, self.signal, gradient_accumulation_steps)
             self.backend.reserve(self.controller.most_active())
             self._switch()
         except BaseException:
@@ -212,6 +212,7 @@ class GNMRSession:
         elif self._micro_batches != self.accumulation:
             reason = f"window of {self._micro_batches} micro-batches instead of {self.accumulation}"
         decision = None
+        measured = self.backend.step_figures()
         if reason is None:
             decision = self.decision = self.controller.step(reading.norms, reading.seen, reading.signal)
             self._switch()
@@ -235,7 +236,7 @@ class GNMRSession:
                 step_ms=1e3 * (end - reading.began),
                 controller_ms=1e3 * (reading.seconds + end - start),
                 recovery_bytes=self.backend.recovery_bytes(active),
-                more=self.backend.step_figures(),
+                more=measured,
             )
         self._withheld = False
         return decision
@@ -281,13 +282,16 @@ class GNMRSession:
         return dict(self._shown)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, as plain JSON values; `accelerator.register_for_checkpointing(session)` takes it."""
+        """What a resumed run needs; `accelerator.register_for_checkpointing(session)` takes it.
+
+        Plain JSON values but for `signal`: the tensors of a trigger that goes on from such (gsnr), empty for the others.
+        """
         return {
             "controller": self.controller.state_dict(),
             "setup": self.setup(),
             "run_id": self.run_id,
             "steps_done": self.steps_done,
-            **({} if self.signal is None or not self.signal.tensors() else {"signal": self.signal.tensors()}),
+            **({} if self.signal is None else {"signal": {k: t.clone() for k, t in self.signal.tensors().items()}}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

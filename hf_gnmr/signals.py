@@ -1,11 +1,14 @@
 """What triggers other than GNMR measure: one number a unit and step, taken on the device and fetched with the norms.
 
 `gsnr`: the mean over a unit's parameters of m² / (v − m² + 1e-12), where m and v are bias-corrected running means (decay
-0.9) of the gradient and its square; the gradient is the accumulated, reduced, unscaled, unclipped one.  It holds m and v in
-fp32, 8 bytes a trainable parameter, and reads them all in every step.
+0.9) of the gradient and its square; the gradient is the accumulated, reduced, unscaled, unclipped one.  What is held is
+m and the sum that makes v − m², which a difference of two nearly equal numbers would lose in fp32: 8 bytes a trainable
+parameter, all read and written in every step, and up to 12 bytes a parameter of one chunk (16 million) meanwhile.
 
 `jacobian`: ‖gradient of the unit's input‖ / ‖gradient of its output‖ in the backward, over the step's micro-batches and all
 ranks, by module hooks; it holds nothing from step to step.
+
+A window that is no step for the controller enters neither; nor does a gradient that is not finite.
 
 The gradient signal-to-noise ratio is that of Jiang et al. (arXiv 2309.13681) as the GNMR paper's Appendix E.5 uses it; the
 Jacobian proxy stands for the spectral norm of Takase et al. (arXiv 2312.16903).
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,6 +32,8 @@ from .units import Unit
 
 DECAY = 0.9
 EPSILON = 1e-12
+CHUNK = 2**24
+"""Numbers that are worked on at a time."""
 
 
 class Signal(ABC):
@@ -43,11 +48,12 @@ class Signal(ABC):
         """Begin to measure."""
 
     @abstractmethod
-    def values(self, scale: Tensor) -> Tensor:
+    def values(self, scale: Tensor, skips: bool = False) -> Tensor:
         """What `combine` needs, fp32, one dimension, on the device, without a sync: at the end of a step's last backward.
 
         Args:
             scale: the loss scale in force, shape (1,).
+            skips: whether a loss scaler skips the update where any gradient is not finite.
         """
 
     @abstractmethod
@@ -81,7 +87,11 @@ class Signal(ABC):
 
 
 class Gsnr(Signal):
-    """Running means of g and g², and their ratio, by foreach operations over all parameters."""
+    """Running means and spreads of all parameters' gradients, by foreach operations.
+
+    With weights 0.9^(t-i) of W = Σ 0.9^(t-i) in all: m ← m + (g − m) / W, and S ← 0.9 S + (1 − 1/W) (g − m_before)², so that
+    S / W is the bias-corrected v − m², never below 0.
+    """
 
     name = "gsnr"
 
@@ -89,65 +99,100 @@ class Gsnr(Signal):
         self._parameters = [p for unit in units for p in unit.parameters]
         self._segments = np.cumsum([0] + [len(unit.parameters) for unit in units])[:-1]
         self._numel = np.array([p.numel() for p in self._parameters], dtype=np.float64)
-        self._m = [torch.zeros_like(p, dtype=torch.float32) for p in self._parameters]
-        self._v = [torch.zeros_like(p, dtype=torch.float32) for p in self._parameters]
-        # How often each was updated: on the device, since whether a gradient is finite is known there only.
-        self._count = torch.zeros(len(self._parameters), device=self._parameters[0].device)
+        self._mean = [torch.zeros_like(p, dtype=torch.float32) for p in self._parameters]
+        self._spread = [torch.zeros_like(p, dtype=torch.float32) for p in self._parameters]
+        self._weight = np.zeros(len(self._parameters))
+        """W of each parameter."""
+        self._entered: list[int] = []
+        """Parameters of the latest `values` whose gradient is taken to be finite until `combine` knows."""
 
-    def values(self, scale: Tensor) -> Tensor:
+    def values(self, scale: Tensor, skips: bool = False) -> Tensor:
+        home = self._parameters[0].device
         present = [i for i, p in enumerate(self._parameters) if p.grad is not None]
-        home = self._count.device
-        sums = torch.full((len(self._parameters),), torch.nan, device=home)
+        sums = torch.full((2, len(self._parameters)), torch.nan, device=home)
         if not present:
-            return sums
+            return sums.flatten()
         found: list[Any] = [self._parameters[i].grad for i in present]
-        grads = [g.float() / scale.to(g.device) for g in found]
-        m, v = [self._m[i] for i in present], [self._v[i] for i in present]
-        finite = torch.isfinite(torch.stack([n.to(home) for n in torch._foreach_norm(grads, 2)]))
-        # A gradient that is not finite enters no mean: its weight is 0, and its numbers are replaced so that 0 stays 0.
-        weights = ((1 - DECAY) * finite).unbind()
-        shares = [w.to(g.device).expand_as(g) for w, g in zip(weights, grads, strict=True)]
-        for g in grads:
-            g.nan_to_num_(0.0, 0.0, 0.0)
-        torch._foreach_lerp_(m, grads, shares)
-        torch._foreach_mul_(grads, grads)
-        torch._foreach_lerp_(v, grads, shares)
-        index = torch.tensor(present, device=home)
-        self._count[index] += finite.float()
-        # With c = 1 - 0.9^t the ratio of the corrected means is m² / (c·v - m² + 1e-12·c²); the variance is at least 0.
-        correction = [c.to(g.device) for c, g in zip((1 - DECAY ** self._count[index]).unbind(), grads, strict=True)]
-        square = torch._foreach_mul(m, m)
-        spread = torch._foreach_mul(v, correction)
-        torch._foreach_sub_(spread, square)
-        torch._foreach_clamp_min_(spread, 0.0)
-        torch._foreach_add_(spread, [EPSILON * c * c for c in correction])
-        torch._foreach_div_(square, spread)
-        sums[index] = torch.stack([s.sum().to(home) for s in square])
-        return sums
+        norms = torch.stack([n.to(home) for n in torch._foreach_norm(found, 2, torch.float32)])
+        finite = torch.isfinite(norms)
+        if skips:  # a loss scaler skips the whole update
+            finite = finite & finite.all()
+        sums[1, torch.tensor(present, device=home)] = finite.float()
+        if home.type == "cpu":
+            present = [i for i, good in zip(present, finite.tolist(), strict=True) if good]
+            masks = None
+        else:  # known on the device only: what is not finite is masked, and its weight mended when the host knows
+            masks = dict(zip(present, finite.unbind(), strict=True))
+        self._weight[present] = DECAY * self._weight[present] + 1.0
+        self._entered = present
+        for part in self._chunks(present):
+            self._enter(part, scale, masks, sums)
+        return sums.flatten()
+
+    def _enter(self, part: list[int], scale: Tensor, masks: dict[int, Tensor] | None, sums: Tensor) -> None:
+        grads: list[Any] = [self._parameters[i].grad for i in part]
+        mean, spread = [self._mean[i] for i in part], [self._spread[i] for i in part]
+        weights = self._weight[part].tolist()
+        grads = [g.float() / scale.to(g.device) for g in grads]
+        torch._foreach_sub_(grads, mean)
+        if masks is not None:
+            grads = [torch.where(masks[i].to(g.device), g, 0.0) for i, g in zip(part, grads, strict=True)]
+        torch._foreach_mul_(spread, DECAY)
+        scaled = torch._foreach_mul(grads, [(1 - 1 / w) ** 0.5 for w in weights])
+        torch._foreach_addcmul_(spread, scaled, scaled)
+        torch._foreach_mul_(grads, [1 / w for w in weights])
+        torch._foreach_add_(mean, grads)
+        del grads
+        square = torch._foreach_mul(mean, mean)
+        torch._foreach_copy_(scaled, spread)
+        torch._foreach_div_(scaled, weights)
+        torch._foreach_add_(scaled, EPSILON)
+        torch._foreach_div_(square, scaled)
+        sums[0, torch.tensor(part, device=sums.device)] = torch.stack([s.sum().to(sums.device) for s in square])
+
+    def _chunks(self, indices: list[int]) -> Iterator[list[int]]:
+        part: list[int] = []
+        numbers = 0.0
+        for i in indices:
+            if part and numbers + self._numel[i] > CHUNK:
+                yield part
+                part, numbers = [], 0.0
+            part.append(i)
+            numbers += self._numel[i]
+        if part:
+            yield part
 
     def combine(self, values: Floats) -> Floats:
-        there = ~np.isnan(values)
-        total = np.add.reduceat(np.where(there, values, 0.0), self._segments)
+        sums, finite = values.reshape(2, -1)
+        for i in self._entered:
+            if finite[i] == 0.0:
+                self._weight[i] = (self._weight[i] - 1.0) / DECAY
+                self._spread[i].div_(DECAY)
+        self._entered = []
+        there = ~np.isnan(sums) & (finite == 1.0)
+        total = np.add.reduceat(np.where(there, sums, 0.0), self._segments)
         count = np.add.reduceat(np.where(there, self._numel, 0.0), self._segments)
         with np.errstate(invalid="ignore", divide="ignore"):
             return total / count
 
     @property
     def state_bytes(self) -> int:
-        return sum(8 * m.numel() for m in self._m)
+        return sum(8 * m.numel() for m in self._mean)
 
     def tensors(self) -> dict[str, Tensor]:
-        found = {"count": self._count}
-        for i, (m, v) in enumerate(zip(self._m, self._v, strict=True)):
-            found |= {f"m.{i}": m, f"v.{i}": v}
+        found = {"weight": torch.from_numpy(self._weight.copy())}
+        for i, (m, s) in enumerate(zip(self._mean, self._spread, strict=True)):
+            found |= {f"mean.{i}": m, f"spread.{i}": s}
         return found
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         ours = self.tensors()
         if {k: t.shape for k, t in ours.items()} != {k: t.shape for k, t in tensors.items()}:
             raise ConfigError("the state of trigger gsnr in the checkpoint is that of other parameters: start anew")
+        self._weight = tensors["weight"].cpu().double().numpy().copy()
         for name, tensor in ours.items():
-            tensor.copy_(tensors[name])
+            if name != "weight":
+                tensor.copy_(tensors[name])
 
 
 class Jacobian(Signal):
@@ -164,6 +209,8 @@ class Jacobian(Signal):
 
     def _hook(self, norms: tuple[list[Tensor], list[Tensor]]) -> Any:
         def record(module: nn.Module, grads_in: Any, grads_out: Any) -> None:
+            if not module.training:
+                return
             start = time.perf_counter()
             for grads, kept in zip((grads_in, grads_out), norms, strict=True):
                 grad = next((g for g in (grads if isinstance(grads, tuple) else (grads,)) if g is not None), None)
@@ -173,7 +220,7 @@ class Jacobian(Signal):
 
         return record
 
-    def values(self, scale: Tensor) -> Tensor:
+    def values(self, scale: Tensor, skips: bool = False) -> Tensor:
         self.seconds = 0.0
         zero = torch.zeros((), device=self._home)
         squares = torch.stack([

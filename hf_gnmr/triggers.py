@@ -58,7 +58,8 @@ class Ranked(Controller):
     sign: ClassVar[float]
 
     def _choose(self, risk: Floats, seen: Bools, norms: Floats, signal: Floats | None) -> tuple[Bools, Bools]:
-        assert signal is not None
+        if signal is None:  # nothing was measured: a step of another number of backward passes than of micro-batches
+            signal = np.full(self.num_units, np.nan)
         score = np.where(np.isfinite(norms), self.sign * signal, np.inf)  # a gradient that is not finite comes first
         pool = np.flatnonzero(self.recoverable & seen & ~np.isnan(score))
         seated = np.zeros_like(seen)
@@ -95,6 +96,11 @@ class Static(Controller):
 
     def _prepare(self) -> None:
         warmup, share = self.given["warmup"], self.given["share"]
+        if self.config.fidelity_warmup:
+            raise ConfigError(
+                f"fidelity_warmup={self.config.fidelity_warmup} with trigger='static', which has a warm-up of its own: set "
+                "it to 0, and give trigger.warmup"
+            )
         if isinstance(warmup, bool) or not isinstance(warmup, (int, float)) or not math.isfinite(warmup) or warmup <= 0:
             raise ConfigError(f"warmup={warmup!r}: steps above 0, or a share of the steps between 0 and 1, is allowed")
         if isinstance(warmup, float):
@@ -177,6 +183,8 @@ class Random(Controller):
         self.given = {"promotion_ratio": float(ratio), "trace": None, "seed": seed}
 
     def _paths(self, seated: Bools) -> Bools:
+        if self.steps_done + 1 <= self.fidelity_warmup_steps:
+            return self.recoverable.copy()
         generator = np.random.default_rng([self.given["seed"], self.steps_done])
         whole = math.floor(self.mean + 1e-9)
         number = whole + int(generator.random() < self.mean - whole)
@@ -186,10 +194,15 @@ class Random(Controller):
 
 
 def _promotion_ratio(path: str) -> float:
+    """Of a trace, a fidelity warm-up apart."""
     from .metrics import summarise
 
     try:
-        ratio = summarise(read_trace(path))["promotion_ratio"]
+        trace = read_trace(path)
+        share, total = trace.header["config"].get("fidelity_warmup", 0.0), trace.header.get("total_steps")
+        warm_up = math.ceil(share * total - 1e-9) if share and total else 0
+        trace.steps = [line for line in trace.steps if line["step"] > warm_up]
+        ratio = summarise(trace)["promotion_ratio"]
     except TraceError as error:
         raise ConfigError(f"trace={path!r}: {error}") from error
     if ratio is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import numpy as np
@@ -143,12 +144,12 @@ def test_memory_is_measured_and_shared_by_projections_that_read_the_same_input(k
     lifted[1] = True  # k of layer 0: alone with its input in 8 bits, q and v keep the low copy
     backend.apply(lifted)
     step(model)
-    backend.apply(NONE)
+    backend.step_figures()
     assert backend.recovery_bytes(lifted) == packed_bytes(rows, 64, high)
     lifted[:3] = True  # q, k, v: the low copy is not needed
     backend.apply(lifted)
     step(model)
-    backend.apply(NONE)
+    backend.step_figures()
     assert backend.recovery_bytes(lifted) == packed_bytes(rows, 64, high) - packed_bytes(rows, 64, low)
     assert backend.recovery_bytes_bound(3) * rows >= backend.recovery_bytes(lifted)
 
@@ -265,6 +266,51 @@ def test_under_compile_the_projections_stay_as_they_are():
         torch.testing.assert_close(p.grad, grads[name], rtol=1e-5, atol=1e-7)
     backend.apply(NONE)
     assert backend.step_figures()["saved_tokens"] == IDS.numel()
+
+
+def test_a_copy_or_a_saved_model_has_plain_linears(tmp_path):
+    model = llama()
+    backend = ActivationBackend(model, find_projections(model))
+    logits, _ = step(model)
+    torch.save(model, tmp_path / "model.pt")
+    for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert all(type(m) is torch.nn.Linear for n, m in other.named_modules() if n.endswith("_proj"))
+        assert torch.equal(step(other)[0], logits)
+    backend.apply(NONE)
+    assert backend.step_figures()["saved_tokens"] == IDS.numel()
+
+
+def test_two_sessions_on_one_model_do_not_undo_each_other():
+    model = llama()
+    first = ActivationBackend(model, find_projections(model))
+    second = ActivationBackend(model, find_projections(model))
+    first.remove()
+    step(model)
+    assert second.step_figures()["saved_bytes"] > 0
+    second.remove()
+    assert all(type(m) is torch.nn.Linear for n, m in model.named_modules() if n.endswith("_proj"))
+
+
+def test_modules_that_go_past_it_or_are_shared_are_refused():
+    model = llama()
+    up = model.model.layers[1].mlp.up_proj
+    up.forward = up.forward  # as accelerate's hooks leave it
+    with pytest.raises(SetupError, match="a forward of its own"):
+        ActivationBackend(model, find_projections(model))
+    del up.forward
+    model.model.layers[2] = model.model.layers[0]
+    with pytest.raises(SetupError, match="are one module"):
+        ActivationBackend(model, find_projections(model))
+
+
+def test_doubles_under_autocast_stay_doubles():
+    model = llama().double()
+    logits, plain = step(model, autocast=True)
+    backend = ActivationBackend(model, find_projections(model), bits_low=4, bits_recovery=16)
+    ours, _ = step(model, autocast=True)
+    assert torch.equal(ours, logits)
+    backend.apply(ALL)
+    assert all(torch.equal(g, plain[n]) for n, g in step(model, autocast=True)[1].items())
 
 
 def test_routers_of_experts_are_left_alone():

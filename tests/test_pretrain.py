@@ -50,6 +50,8 @@ def test_plan_counts_what_a_run_counts(tmp_path, capsys):
     figures = plan(load_recipe(find_recipe(SMALL[0]), [*SMALL[1:], "trigger.name=none"]))
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["peak_saved_bytes"] == figures["saved_bytes"]["low"] and summary["units"] == figures["units"] == 14
+    half = plan(load_recipe(find_recipe(SMALL[0]), [*SMALL[1:], "training.bf16=true"]))["saved_bytes"]
+    assert half["16 bits"] * 2 == figures["saved_bytes"]["16 bits"] and half["low"] == figures["saved_bytes"]["low"]
     weights = load_file(folder / "model.safetensors")
     assert sum(w.numel() for w in weights.values()) == figures["parameters"]
     assert cli(["plan", *SMALL, "--device-memory", "10kB"]) == 1
@@ -133,6 +135,7 @@ def test_documents_are_joined_with_an_end_between_and_every_token_is_there_once(
     ("overrides", "message"),
     [
         (["data.name=/gone.txt"], "no such file"), (["data.streaming=true"], "local text is read whole"),
+        (["data.eval_split=validation"], "local text has no splits"),
         (["data.text=null"], "data.documents"), (["data.generate_rows=4"], "text has no answers"),
         (["model.tokenizer=null"], "needs model.architecture"), (["model.architecture=null"], "needs model.architecture"),
         (["model.architecture={model_type: llamma}"], "model.architecture"),

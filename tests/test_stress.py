@@ -57,6 +57,17 @@ def test_a_grid_of_twenty_steps(tmp_path):
     assert rows["none"]["peak_saved_bytes"] < row["peak_saved_bytes"] < rows["all"]["peak_saved_bytes"]
     assert set(table["step_times"]) == {"plain", "gnmr", "none", "all", "gsnr", "jacobian", "static", "random"}
     assert "| int:2:8 | 2 | gnmr 1.5/1.3 | 2 |" in done.stdout and (out / "stress.md").read_text().strip() in done.stdout
+    seeds = [json.loads((out / f"int-2-8_maxo2_random-1.5-1.3_seed{s}" / "trace.jsonl").read_text().splitlines()[0])
+             for s in (1, 2)]
+    assert seeds[0]["trigger"] == "random"
+    other = grid(out, *arguments, "--table-only")
+    assert other.returncode == 0
+    changed = subprocess.run(
+        [sys.executable, str(REPOSITORY / "eval" / "stress.py"), *SMALL, "training.learning_rate=1e-4", "--out", str(out),
+         *arguments],
+        capture_output=True, text=True, check=False,
+    )
+    assert changed.returncode == 2 and "section training has other settings" in changed.stderr
     before = (out / "int-2-8_all_seed1" / "trace.jsonl").stat().st_mtime_ns
     (out / "int-2-8_none_seed1" / "results.json").unlink()  # broken off
     again = grid(out, *arguments)
@@ -82,7 +93,12 @@ def test_what_is_wrong_is_told_before_anything_runs(tmp_path, capsys, monkeypatc
 
 
 def test_differences_that_cannot_be_taken():
-    assert stress.paired({1: 2.0}, {2: 1.0}) is None and stress.paired({1: 1.0}, {1: 1.0}) is None
+    assert stress.paired({1: 2.0}, {2: 1.0}) is None and stress.paired({1: 1.0}, {1: 1.0})["mean"] == 0.0
+    assert stress.t_quantile(0.975, 2) == pytest.approx(4.3027, abs=1e-3)
+    assert stress.t_quantile(0.8, 29) == pytest.approx(0.8542, abs=1e-3)
+    assert stress.paired({1: 1.0, 2: 2.0, 3: 4.0}, dict.fromkeys((1, 2, 3), 0.0))["detectable"] == pytest.approx(
+        (4.3027 + 1.0607) * statistics.stdev([1, 2, 4]) / 3**0.5, rel=1e-3
+    )
     one = stress.paired({1: 2.0, 2: math.nan}, {1: 1.5, 2: 1.0})
     assert one["mean"] == 0.5 and one["stderr"] is None and one["seeds"] == 1
     assert stress.gap_closed({1: math.nan}, {1: 2.0}, {1: 1.0}) is None

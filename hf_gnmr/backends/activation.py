@@ -2,15 +2,15 @@
 
 The forward of a projection is the plain linear's, bit for bit.  For the gradient of its weight it needs its input again, and
 that is what is kept: token by token in a low format (low-cost path) or a finer one (recovery path), packed.  The gradient
-of the input is exact; that of the weight is ``dyᵀ · dequantised(x)``.  A copy is shared by projections that read the same
-input (q, k, v; gate, up) as long as their formats agree.  Paper, section 5.1, Appendices E.1 and E.4.
+of the input is exact; that of the weight is ``dyᵀ · dequantised(x)``.  A copy is shared by projections that are given the
+same tensor (q, k, v; gate, up) as long as their formats agree.  Paper, section 5.1, Appendices E.1 and E.4.
 
 With 16 bits a path is the plain linear: its input is kept as it is, in the dtype that the product runs in.
 """
 
 from __future__ import annotations
 
-import weakref
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..config import ConfigError, SetupError
 from ..controller import Bools
@@ -31,7 +32,7 @@ class Saved:
 
     def __init__(self, low: Format | None) -> None:
         self.low = low
-        self._input: weakref.ref[Tensor] | None = None
+        self._input: StorageWeakRef | None = None
         self._key: tuple[Any, ...] = ()
         self._copies: dict[str, Packed] = {}
         self.kept = self.kept_low = self.tokens = 0
@@ -52,9 +53,11 @@ class Saved:
 
     def copy_of(self, given: Tensor, x: Tensor, form: Format | None) -> Packed | None:
         """The packed copy of `x`, which is `given` in the product's dtype, made once; None for 16 bits."""
-        key = (given._version, x.dtype, x.shape)
-        if self._input is None or self._input() is not given or self._key != key:
-            self._input, self._key, self._copies = weakref.ref(given), key, {}
+        # The same numbers: by storage and version, since hooks hand each module a view of its own of one input.
+        storage = StorageWeakRef(given.untyped_storage())
+        key = (given.storage_offset(), given.shape, given.stride(), given.dtype, given._version, x.dtype)
+        if self._input is None or self._input.expired() or self._input != storage or self._key != key:
+            self._input, self._key, self._copies = storage, key, {}
             rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
             self._now_tokens = max(self._now_tokens, rows)
             self._now_low += _bytes(x, self.low)
@@ -65,8 +68,8 @@ class Saved:
         if form is None:
             self._copies[name] = None  # type: ignore[assignment]
             return None
-        copy = self._copies[name] = pack(x.detach().reshape(-1, x.shape[-1]), form)
-        return copy
+        packed = self._copies[name] = pack(x.detach().reshape(-1, x.shape[-1]), form)
+        return packed
 
     def forget(self) -> None:
         """Let the latest copy go (the backward's own references keep what it needs)."""
@@ -83,10 +86,10 @@ class _Product(torch.autograd.Function):
     """`F.linear` that keeps a packed copy of its input instead of the input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, copy: Packed, saved: Saved) -> Tensor:
-        ctx.form, ctx.rows, ctx.saved = copy.form, copy.shape, saved
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, packed: Packed, saved: Saved) -> Tensor:
+        ctx.form, ctx.rows, ctx.saved = packed.form, packed.shape, saved
         ctx.shape = x.shape
-        ctx.save_for_backward(weight, copy.scale, *copy.planes)
+        ctx.save_for_backward(weight, packed.scale, *packed.planes)
         return nn.functional.linear(x, weight, bias)
 
     @staticmethod
@@ -124,12 +127,39 @@ class QuantisedInput(nn.Linear):
         kind = x.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-            x, weight = x.to(dtype), weight.to(dtype)
-            bias = bias if bias is None else bias.to(dtype)
-        copy = self.saved.copy_of(given, x, self.form)
-        if copy is None:
+            x, weight = _cast(x, dtype), _cast(weight, dtype)
+            bias = bias if bias is None else _cast(bias, dtype)
+        packed = self.saved.copy_of(given, x, self.form)
+        if packed is None:
             return nn.functional.linear(x, weight, bias)
-        return _Product.apply(x, weight, bias, copy, self.saved)
+        return _Product.apply(x, weight, bias, packed, self.saved)
+
+
+    # A copy, or a model that is saved as a whole in mid-training, has plain linears: it is under nobody's control.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
+        plain = nn.Linear.__new__(nn.Linear)
+        memo[id(self)] = plain
+        plain.__dict__ = copy.deepcopy(self._plain_state(), memo)
+        return plain
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return nn.Linear.__new__, (nn.Linear,), self._plain_state()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return self.__reduce__()
+
+    def _plain_state(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in OURS}
+
+
+OURS = ("saved", "form", "first")
+"""What `QuantisedInput` adds to a linear."""
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """As autocast does it: fp64 is left alone."""
+    return x if x.dtype == torch.float64 else x.to(dtype)
 
 
 class ActivationBackend(Backend):
@@ -168,6 +198,7 @@ class ActivationBackend(Backend):
         missing = [unit.name for unit, modules in zip(units, self._modules, strict=True) if not modules]
         if missing:
             raise SetupError(f"backend='activation': no trainable nn.Linear in {', '.join(missing[:3])}")
+        self._refuse_unswitchable(units)
         self._saved = Saved(self.low)
         self._plain = False
         self._active = np.zeros(len(units), dtype=bool)
@@ -183,6 +214,22 @@ class ActivationBackend(Backend):
                 module.__class__ = QuantisedInput
                 module.saved, module.form, module.first = self._saved, self.low, module is self._modules[0][0]
 
+    def _refuse_unswitchable(self, units: Sequence[Unit]) -> None:
+        owner: dict[int, str] = {}
+        for unit, modules in zip(units, self._modules, strict=True):
+            for module in modules:
+                if "forward" in module.__dict__:
+                    raise SetupError(
+                        f"backend='activation': a projection in {unit.name} has a forward of its own (accelerate's hooks of "
+                        "device_map or offloading, or a patch), which would go past the quantisation. Load without it"
+                    )
+                if id(module) in owner:
+                    raise SetupError(
+                        f"backend='activation': {unit.name} and {owner[id(module)]} are one module, which cannot be on two "
+                        "paths. Use layers of their own"
+                    )
+                owner[id(module)] = unit.name
+
     def _per_token(self, form: Format | None) -> np.ndarray:
         sizes = []
         for modules in self._modules:
@@ -193,7 +240,6 @@ class ActivationBackend(Backend):
 
     def apply(self, active: Bools) -> int:
         changed = int((active != self._active).sum())
-        self._figures = self._saved.figures()
         for unit in range(len(self._modules)) if self._plain else np.flatnonzero(active != self._active):
             for module in self._modules[unit]:
                 module.form = self.recovery if active[unit] else self.low
@@ -202,7 +248,6 @@ class ActivationBackend(Backend):
 
     def apply_exact(self) -> int:
         changed = 0 if self._plain else len(self._modules)
-        self._figures = self._saved.figures()
         for modules in self._modules:
             for module in modules:
                 module.form = None
@@ -212,19 +257,19 @@ class ActivationBackend(Backend):
     def remove(self) -> None:
         for modules in self._modules:
             for module in modules:
-                if type(module) is QuantisedInput:
+                if type(module) is QuantisedInput and module.saved is self._saved:  # and not another session's
                     module.__class__ = nn.Linear  # type: ignore[assignment]
                     del module.saved, module.form, module.first
         self._saved.forget()
 
     def recovery_bytes(self, active: Bools) -> int:
-        """What the largest forward of the step kept beyond the low-cost path, as counted."""
+        """What the largest forward of the step kept beyond the low-cost path, as `step_figures` counted it."""
         kept, low, _ = self._figures
         return kept - low
 
     def step_figures(self) -> dict[str, Any]:
-        """For the trace: bytes kept for the backward by the step's largest micro-batch, and its tokens."""
-        kept, low, tokens = self._figures
+        """For the trace: bytes kept for the backward by the largest micro-batch since the last call, and its tokens."""
+        kept, low, tokens = self._figures = self._saved.figures()
         return {"saved_bytes": kept, "saved_bytes_low": low, "saved_tokens": tokens}
 
     def census(self) -> dict[str, Any]:

@@ -5,8 +5,8 @@ Two kinds, both scaled by the caller (a token's largest magnitude onto the large
 * `FloatFormat`: sign, exponent, mantissa, no infinities: E2M1 (4 bits), E3M2 (6), E4M3 and E5M2 (8).
 * `IntFormat`: symmetric integers of 2 to 8 bits, the most negative code unused.
 
-Rounding is to nearest, ties to even, and beyond the largest number to the largest number.  A row scale that is not finite
-makes the whole row nan on the way back: what was not finite is never hidden.
+Rounding is to nearest, ties to even, and beyond the largest number to the largest number.  Of a row that holds a number that
+is not finite no number is finite on the way back (its scale is not): what was not finite is never hidden.
 
 How a float is rounded without a table: the step of the format's grid around y is a power of two times y's own, so adding
 and subtracting 1.5 · 2^(23-m) · 2^e (e: y's exponent, at least the format's least) leaves exactly m mantissa bits, with the
