@@ -5,7 +5,7 @@
 
 An arm is a trigger: `none`, `all`, `exact` (16 bits), `gsnr`, `jacobian`, `static`, `gnmr:ALPHA:BETA`, and
 `random:ALPHA:BETA`, which draws as many units as the GNMR run of those thresholds, that seed and that maxO lifted in the
-mean.  A format is KIND:LOW:RECOVERY in bits.  Runs of one seed start from the same weights and see the same data in the
+mean; `random:RATIO` draws that share of the units (for triggers that always fill maxO).  A format is KIND:LOW:RECOVERY in bits.  Runs of one seed start from the same weights and see the same data in the
 same order, so differences are taken seed by seed; their standard errors are those of the paired differences.  A finished run
 is not run again.  `--workers 2` runs two single-thread trainings side by side; step times are not taken from them but, with
 `--times`, in one process, alternating the arms.
@@ -36,7 +36,7 @@ FREE_OF_MAX_O = ("none", "all", "exact", "static")
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One way to choose units."""
+    """One way to choose units; `alpha` without `beta` is a promotion ratio."""
 
     trigger: str
     alpha: float | None = None
@@ -44,7 +44,9 @@ class Arm:
 
     @property
     def label(self) -> str:
-        return self.trigger if self.alpha is None else f"{self.trigger} {self.alpha:g}/{self.beta:g}"
+        if self.alpha is None:
+            return self.trigger
+        return f"{self.trigger} {self.alpha:g}" + ("" if self.beta is None else f"/{self.beta:g}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,12 +106,15 @@ def grid(options: argparse.Namespace) -> list[Job]:
     for text in options.arms:
         name, *thresholds = text.split(":")
         takes = name in ("gnmr", "random")
-        if name not in (*TRIGGERS, "exact") or len(thresholds) != (2 if takes else 0):
-            raise ConfigError(f"--arms {text}: {', '.join(TRIGGERS)}, exact; gnmr and random with :ALPHA:BETA")
+        wrong = len(thresholds) != (2 if takes else 0) and (name, len(thresholds)) != ("random", 1)
+        if name not in (*TRIGGERS, "exact") or wrong:
+            raise ConfigError(
+                f"--arms {text}: {', '.join(TRIGGERS)}, exact; gnmr with :ALPHA:BETA, random with that or :RATIO"
+            )
         arms.append(Arm(name, *map(float, thresholds)))
     arms.sort(key=lambda arm: arm.trigger == "random")
     for arm in arms:
-        if arm.trigger == "random" and Arm("gnmr", arm.alpha, arm.beta) not in arms:
+        if arm.trigger == "random" and arm.beta is not None and Arm("gnmr", arm.alpha, arm.beta) not in arms:
             raise ConfigError(f"--arms random:{arm.alpha:g}:{arm.beta:g} needs gnmr:{arm.alpha:g}:{arm.beta:g}")
     jobs = []
     for seed, form, arm in itertools.product(options.seeds, options.formats, arms):
@@ -132,14 +137,17 @@ def overrides_of(job: Job, options: argparse.Namespace) -> list[str]:
     ]
     if arm.trigger == "exact":  # the plain model: nothing is switched, norms are traced
         changes = [c for c in changes if not c.startswith(("backend.", "trigger."))] + ["backend.name=none"]
-    if arm.alpha is not None:
+    if arm.beta is not None:
         changes += [f"gnmr.alpha={arm.alpha}", f"gnmr.beta={arm.beta}"]
     if job.max_o is not None:
         changes.append(f"gnmr.max_o={job.max_o}")
     if arm.trigger == "random":
         changes.append(f"trigger.seed={job.seed}")
-        twin = dataclasses.replace(job, arm=Arm("gnmr", arm.alpha, arm.beta))
-        changes += [f"trigger.trace={options.out / twin.name / 'trace.jsonl'}"]
+        twin = _twin(job)
+        changes.append(
+            f"trigger.promotion_ratio={arm.alpha}" if twin is None
+            else f"trigger.trace={options.out / twin.name / 'trace.jsonl'}"
+        )
     if arm.trigger == "static" and not any(o.startswith("trigger.warmup") for o in options.overrides):
         changes.append("trigger.warmup=0.05")  # 500 of the paper's 10,000 and more steps
     if arm.trigger != "static":
@@ -195,7 +203,7 @@ def run_all(options: argparse.Namespace, jobs: list[Job]) -> None:
 
 def _twin(job: Job) -> Job | None:
     """The run that a control needs the trace of."""
-    if job.arm.trigger != "random":
+    if job.arm.trigger != "random" or job.arm.beta is None:
         return None
     return dataclasses.replace(job, arm=Arm("gnmr", job.arm.alpha, job.arm.beta))
 

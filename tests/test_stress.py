@@ -23,7 +23,7 @@ SMALL = [
     "model.architecture={model_type: llama, vocab_size: 288, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,"
     " num_attention_heads: 2, max_position_embeddings: 128, tie_word_embeddings: false}",
 ]
-ARMS = ["random:1.5:1.3", "none", "all", "exact", "gnmr:1.5:1.3", "gsnr", "jacobian", "static"]
+ARMS = ["random:1.5:1.3", "random:0.1", "none", "all", "exact", "gnmr:1.5:1.3", "gsnr", "jacobian", "static"]
 
 
 def grid(out, *arguments):
@@ -71,7 +71,7 @@ def test_a_grid_of_twenty_steps(tmp_path):
     before = (out / "int-2-8_all_seed1" / "trace.jsonl").stat().st_mtime_ns
     (out / "int-2-8_none_seed1" / "results.json").unlink()  # broken off
     again = grid(out, *arguments)
-    assert "16 runs, 1 of them to do" in again.stdout and again.returncode == 0
+    assert "18 runs, 1 of them to do" in again.stdout and again.returncode == 0
     assert (out / "int-2-8_all_seed1" / "trace.jsonl").stat().st_mtime_ns == before
     assert json.loads((out / "int-2-8_none_seed1" / "results.json").read_text())["eval_loss"] == low[1], "and the same again"
 
