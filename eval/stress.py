@@ -6,10 +6,10 @@
 An arm is a trigger: `none`, `all`, `exact` (16 bits), `gsnr`, `jacobian`, `static`, `gnmr:ALPHA:BETA`, and two controls:
 `random:ALPHA:BETA`, which draws as many units as the GNMR run of those thresholds, that seed and that maxO lifted in the
 mean, and `random:RATIO`, which draws that share of the units (for triggers that always fill maxO).  A format is
-KIND:LOW:RECOVERY in bits.  Runs of one seed start from the same weights and see the same data in the same order, so differences are taken seed by
-seed; their standard errors are those of the paired differences.  A finished run is not run again.  `--workers 2` runs two
-single-thread trainings side by side; step times are not taken from them but, with `--times`, in one process, alternating
-the arms.
+KIND:LOW:RECOVERY in bits.  Runs of one seed start from the same weights and see the same data in the same order, so
+differences are taken seed by seed; their standard errors are those of the paired differences.  A finished run is not run
+again.  `--workers 2` runs two single-thread trainings side by side; step times are not taken from them but, with `--times`,
+in one process, alternating the arms.
 """
 
 from __future__ import annotations

@@ -344,12 +344,13 @@ def test_every_trigger_trains_and_leaves_its_figures(trainer_for, tmp_path, trig
     assert not any(m._backward_hooks for m in model.modules())
 
 
-@pytest.mark.parametrize("trigger", ["gsnr", "jacobian", "static", "random"])
+@pytest.mark.parametrize("trigger", ["gnmr", "gsnr", "jacobian", "static", "random"])
 def test_every_trigger_resumes_bit_for_bit(trainer_for, tmp_path, trigger):
     common = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
+    settings = {"trigger_options": MORE.get(trigger), "max_o": 3, "alpha": 0.9, "alpha_init_fraction": 0.0}
 
     def run(folder, **more):
-        callback = GNMRCallback(backend="activation", trigger=trigger, trigger_options=MORE.get(trigger), max_o=3)
+        callback = GNMRCallback(backend="activation", trigger=trigger, **settings)
         return trainer_for(llama(), callback, **{**common, **more}, output_dir=str(tmp_path / folder))
 
     straight = run("straight")
