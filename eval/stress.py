@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import gc
 import itertools
 import json
 import math
@@ -354,7 +355,11 @@ def gap_closed(ours: dict[int, float], low: dict[int, float], high: dict[int, fl
 
 
 def step_times(options: argparse.Namespace) -> dict[str, dict]:
-    """Time of a whole optimizer step of each arm against the plain model's, alternating on one model and equal batches."""
+    """Time and memory of a whole optimizer step of each arm, alternating on one model and equal batches.
+
+    Times are against the plain model's in the same round. Memory is what the process grows by, at its peak, over what it
+    holds with model and optimizer (Linux; start with MALLOC_MMAP_THRESHOLD_=131072, or freed blocks hide in it).
+    """
     import torch
 
     from hf_gnmr.models import build_from_scratch, scratch_tokenizer
@@ -392,11 +397,15 @@ def step_times(options: argparse.Namespace) -> dict[str, dict]:
 
     sides = ["plain", *TRIGGERS]
     ratios: dict[str, list[float]] = {side: [] for side in sides}
+    grown: dict[str, list[float]] = {side: [] for side in sides}
+    one("plain", 0, None)  # the optimizer's state is there from now on
     with contextlib.redirect_stdout(None):
         for round_ in range(options.times):
             seconds = {}
             for side in sides:
                 session = None
+                gc.collect()
+                before = _resident_peak(reset=True)
                 if side != "plain":
                     session = GNMRSession(
                         model, recipe.gnmr, total_steps=1000, backend="activation", trigger=side, unit=recipe.backend.unit,
@@ -404,14 +413,29 @@ def step_times(options: argparse.Namespace) -> dict[str, dict]:
                     )
                 steps = [one(side, 4 * round_ + i, session) for i in range(4)]
                 seconds[side] = min(steps[1:])
+                grown[side].append(_resident_peak() - before)
                 if session is not None:
                     session.detach()
             for side in sides:
                 ratios[side].append(seconds[side] / seconds["plain"])
     return {
-        side: dict(zip(("low", "median", "high"), (float(q) for q in np.quantile(r, [0.25, 0.5, 0.75])), strict=True))
+        side: {
+            **dict(zip(("low", "median", "high"), (float(q) for q in np.quantile(r, [0.25, 0.5, 0.75])), strict=True)),
+            "peak_bytes": float(np.median(grown[side])),
+        }
         for side, r in ratios.items()
     }
+
+
+def _resident_peak(reset: bool = False) -> float:
+    """Peak resident bytes of this process since the last reset, which sets it to what is resident now; nan off Linux."""
+    try:
+        if reset:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
+        return math.nan
+    return 1024 * float(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
 
 
 def markdown(table: dict, options: argparse.Namespace, wanted: int) -> str:
@@ -479,7 +503,8 @@ def markdown(table: dict, options: argparse.Namespace, wanted: int) -> str:
             "(quartiles):", "",
         ]
         for side, t in table["step_times"].items():
-            lines.append(f"* {side}: {t['median']:.3f} ({t['low']:.3f} to {t['high']:.3f})")
+            grown = "" if math.isnan(t["peak_bytes"]) else f"; the process grows by {t['peak_bytes'] / 1e6:.1f} MB"
+            lines.append(f"* {side}: {t['median']:.3f} ({t['low']:.3f} to {t['high']:.3f}){grown}")
     there = len(table["runs"])
     if there < wanted:
         lines += ["", f"{wanted - there} of {wanted} runs are not there yet."]

@@ -55,18 +55,19 @@ class FloatFormat:
         return y.add_(step, alpha=magic).sub_(step, alpha=magic)
 
     def encode_(self, y: Tensor) -> Tensor:
-        """Codes, int32 in [0, 2^bits), of numbers on the grid (fp32; destroyed)."""
-        # Scaled so that the format's least normal number is fp32's, its fields lie in an fp32 number as they are.
-        u = y.mul_(2.0**-126 / self.least_normal).view(torch.int32)
-        sign = torch.bitwise_right_shift(u, 32 - self.bits).bitwise_and_(1 << (self.bits - 1))
-        u.bitwise_right_shift_(23 - self.mantissa_bits).bitwise_and_((1 << (self.bits - 1)) - 1)
+        """Codes, int16 in [0, 2^bits), of numbers on the grid (fp32; destroyed)."""
+        # Scaled so that the format's least normal number is BF16's, its fields lie in a BF16 number as they are; and a BF16
+        # number holds every number of the grid.
+        u = y.mul_(2.0**-126 / self.least_normal).to(torch.bfloat16).view(torch.int16)
+        sign = torch.bitwise_right_shift(u, 16 - self.bits).bitwise_and_(1 << (self.bits - 1))
+        u.bitwise_right_shift_(7 - self.mantissa_bits).bitwise_and_((1 << (self.bits - 1)) - 1)
         return u.bitwise_or_(sign)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Numbers, fp32, of codes (int32; destroyed)."""
-        sign = torch.bitwise_left_shift(codes, 32 - self.bits).bitwise_and_(-0x80000000)
-        codes.bitwise_and_((1 << (self.bits - 1)) - 1).bitwise_left_shift_(23 - self.mantissa_bits).bitwise_or_(sign)
-        return codes.view(torch.float32).mul_(self.least_normal * 2.0**126)
+        """Numbers, fp32, of codes (int16; destroyed)."""
+        sign = torch.bitwise_left_shift(codes, 16 - self.bits).bitwise_and_(-0x8000)
+        codes.bitwise_and_((1 << (self.bits - 1)) - 1).bitwise_left_shift_(7 - self.mantissa_bits).bitwise_or_(sign)
+        return codes.view(torch.bfloat16).float().mul_(self.least_normal * 2.0**126)
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,11 @@ class IntFormat:
         return y.round_().clamp_(-self.largest, self.largest)
 
     def encode_(self, y: Tensor) -> Tensor:
-        """Codes, int32 in [0, 2^bits), of numbers on the grid (fp32; destroyed): the number plus `largest`."""
-        return y.add_(self.largest).nan_to_num_(0.0).to(torch.int32)
+        """Codes, int16 in [0, 2^bits), of numbers on the grid (fp32; destroyed): the number plus `largest`."""
+        return y.add_(self.largest).to(torch.int16)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Numbers, fp32, of codes (int32)."""
+        """Numbers, fp32, of codes (int16)."""
         return codes.to(torch.float32).sub_(self.largest)
 
 
@@ -143,13 +144,21 @@ def row_scale(x: Tensor, form: Format) -> Tensor:
 
 def quantise_rows(x: Tensor, form: Format) -> Tensor:
     """`x` (rows, n) quantised and dequantised row by row, in its own dtype."""
-    scale = row_scale(x, form)
-    return form.round_(_scaled(x, scale)).mul_(scale).to(x.dtype)
+    y, scale = _scaled(x, form)
+    return form.round_(y).mul_(scale).to(x.dtype)
 
 
-def _scaled(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale in fp32, in memory of its own."""
-    return torch.mul(x, scale.reciprocal()) if x.dtype != torch.float64 else (x / scale).float()
+def _scaled(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
+    """x / its row scale in fp32, in memory of its own, and the scale."""
+    if x.dtype == torch.float64:
+        scale = row_scale(x, form)
+        return (x / scale).float(), scale
+    if x.dtype == torch.float32:
+        scale = row_scale(x, form)
+        return torch.mul(x, scale.reciprocal()), scale
+    y = x.float()  # first: extremes of 16-bit numbers are several times as slow on a CPU
+    scale = row_scale(y, form)
+    return y.mul_(scale.reciprocal()), scale
 
 
 class Packed:
@@ -181,8 +190,8 @@ def pack(x: Tensor, form: Format) -> Packed:
         x: (rows, n), any floating dtype; not changed.
         form: the format.
     """
-    scale = row_scale(x, form)
-    codes = form.encode_(form.round_(_scaled(x, scale)))
+    y, scale = _scaled(x, form)
+    codes = form.encode_(form.round_(y))
     planes, shift = [], 0
     for width in widths(form.bits):
         part = codes if shift == 0 else codes >> shift
@@ -216,7 +225,7 @@ def packed_bytes(rows: int, columns: int, form: Format) -> int:
 
 
 def _fold(codes: Tensor, width: int) -> Tensor:
-    """Codes (rows, n) below 2^width, int32 -> uint8 (⌈rows · width / 8⌉, n)."""
+    """Codes (rows, n) below 2^width, int16 -> uint8 (⌈rows · width / 8⌉, n)."""
     if width == 8:
         return codes.to(torch.uint8)
     share = 8 // width
@@ -231,11 +240,11 @@ def _fold(codes: Tensor, width: int) -> Tensor:
 
 
 def _unfold(plane: Tensor, width: int, rows: int) -> Tensor:
-    """The inverse of `_fold`: int32 (rows, n)."""
+    """The inverse of `_fold`: int16 (rows, n)."""
     if width == 8:
-        return plane.to(torch.int32)
+        return plane.to(torch.int16)
     held = plane.shape[0]
-    out = torch.empty((rows, plane.shape[1]), dtype=torch.int32, device=plane.device)
+    out = torch.empty((rows, plane.shape[1]), dtype=torch.int16, device=plane.device)
     for i in range(8 // width):
         part = out[i * held : (i + 1) * held]
         if part.shape[0] == 0:
