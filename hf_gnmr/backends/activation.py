@@ -134,7 +134,6 @@ class QuantisedInput(nn.Linear):
             return nn.functional.linear(x, weight, bias)
         return _Product.apply(x, weight, bias, packed, self.saved)
 
-
     # A copy, or a model that is saved as a whole in mid-training, has plain linears: it is under nobody's control.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
