@@ -27,6 +27,7 @@ import shutil
 import statistics
 import sys
 import time
+from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
 
@@ -254,7 +255,18 @@ def read(options: argparse.Namespace, job: Job) -> dict | None:
     for section in wanted:
         if wanted[section] != there[section]:
             raise ConfigError(f"{folder} holds a run whose section {section} has other settings: give another --out")
-    return {**json.loads((folder / "summary.json").read_text()), **json.loads((folder / "results.json").read_text())}
+    figures = {**json.loads((folder / "summary.json").read_text()), **json.loads((folder / "results.json").read_text())}
+    return {**figures, "lifted": lifted_kinds(folder)}
+
+
+def lifted_kinds(folder: Path) -> dict[str, float]:
+    """Shares of the lifted (unit, step) pairs by kind of projection, the largest first; empty: nothing was lifted."""
+    from hf_gnmr.trace import read_trace
+
+    trace = read_trace(folder / "trace.jsonl")
+    kinds = [unit["name"].rpartition(".")[2] for unit in trace.header["units"]]
+    counts = Counter(kinds[unit] for line in trace.steps for unit in line["active"])
+    return {kind: count / counts.total() for kind, count in counts.most_common()}
 
 
 def rows_of(runs: dict[Job, dict]) -> list[dict]:
@@ -287,7 +299,7 @@ def rows_of(runs: dict[Job, dict]) -> list[dict]:
             "against_none": None if arm.trigger == "none" else paired(ours, low),
             "against_all": None if arm.trigger == "all" else paired(ours, high),
             "against_random": paired(ours, control),
-            "gap_closed": gap_closed(ours, low, high),
+            "gap_closed": gap_closed(ours, low, high), "lifted": _mean_shares([f["lifted"] for f in by_seed.values()]),
             "hit_max_o_rate": None if arm.trigger in FREE_OF_MAX_O else mean("hit_max_o_rate"),
             **{key: mean(key) for key in (
                 "promotion_ratio", "gnmr_exceedance", "delta_gnmr_exceedance", "controller_share",
@@ -295,6 +307,12 @@ def rows_of(runs: dict[Job, dict]) -> list[dict]:
             )},
         })
     return rows
+
+
+def _mean_shares(shares: list[dict[str, float]]) -> dict[str, float]:
+    kinds = {kind for found in shares for kind in found}
+    means = {kind: statistics.mean(found.get(kind, 0.0) for found in shares) for kind in kinds}
+    return dict(sorted(means.items(), key=lambda item: -item[1]))
 
 
 def _exp(loss: float) -> float:
@@ -479,6 +497,7 @@ def markdown(table: dict, options: argparse.Namespace, wanted: int) -> str:
             share(r["delta_gnmr_exceedance"]),
             *("–" if r[k] is None else f"{r[k]:,.0f}" for k in ("peak_saved_bytes", "peak_recovery_bytes", "trigger_bytes")),
             share(r["controller_share"]),
+            ", ".join(f"{kind} {part:.0%}" for kind, part in list(r["lifted"].items())[:4]) or "–",
         ]
         for r in rows
     ]
@@ -494,7 +513,7 @@ def markdown(table: dict, options: argparse.Namespace, wanted: int) -> str:
     ]
     lines += table_of(
         ["format", "maxO", "arm", "promotion ratio", "hit-maxO", "GNMR ≥ α", "ΔGNMR ≥ β", "saved bytes, peak", "ΔM, peak",
-         "trigger's state, bytes", "control"],
+         "trigger's state, bytes", "control", "lifted, by kind"],
         [a + b for a, b in zip(first, control, strict=True)],
     )
     if table["step_times"]:

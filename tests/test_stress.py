@@ -50,6 +50,8 @@ def test_a_grid_of_twenty_steps(tmp_path):
     assert row["perplexity"] == pytest.approx(statistics.mean(math.exp(x) for x in ours.values()))
     means = [statistics.mean(math.exp(x) for x in d.values()) for d in (low, ours, high)]
     assert row["gap_closed"]["value"] == pytest.approx((means[0] - means[1]) / (means[0] - means[2]))
+    assert sum(row["lifted"].values()) == pytest.approx(1) and rows["none"]["lifted"] == {}
+    assert rows["all"]["lifted"]["down_proj"] == pytest.approx(1 / 7)
     control = rows["random 1.5/1.3"]
     assert abs(control["promotion_ratio"] - row["promotion_ratio"]) < 0.03 and row["against_random"]["seeds"] == 2
     assert [rows[arm]["promotion_ratio"] for arm in ("none", "all", "exact")] == [0, 1, None]
