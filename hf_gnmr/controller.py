@@ -192,8 +192,6 @@ class Controller:
         self.policy = RecoveryPolicy(mask, self.max_o, self.config.t_lock)
         self.steps_done = 0
         self.given: dict[str, Any] = {**self.options, **(options or {})}
-        self.scores: Floats = np.ones(num_units)
-        """GNMR of the latest step."""
         self._prepare()
         self.active: Bools = self._paths(np.zeros(num_units, dtype=bool))
         """Units on the recovery path in the step that comes next, bool, shape (num_units,)."""
@@ -231,15 +229,14 @@ class Controller:
         gnmr, delta_gnmr = self.monitor.observe(values, there)
         risk = gnmr / alpha if beta is None else np.maximum(gnmr / alpha, delta_gnmr / beta)
         risk[~there] = 0.0
-        self.scores = gnmr
         measured = None if signal is None else np.asarray(signal, dtype=np.float64)
-        triggered, seated = self._choose(risk, there, values, measured)
+        triggered, seated = self._choose(gnmr, risk, there, measured)
         self.active = self._paths(seated)
         return Decision(
             self.steps_done, alpha, beta, gnmr, delta_gnmr, risk, triggered, self.active.copy(), there
         )
 
-    def _choose(self, risk: Floats, seen: Bools, norms: Floats, signal: Floats | None) -> tuple[Bools, Bools]:
+    def _choose(self, gnmr: Floats, risk: Floats, seen: Bools, signal: Floats | None) -> tuple[Bools, Bools]:
         """Triggered and seated units."""
         return self.policy.select(risk)
 

@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         for request in requests:  # missing and broken files are told before a model is loaded
             splits = splits_of(request, options.data)
             _check_shots(request, splits, options.shots)
-            if request.name != "wikitext_tokens":
+            if splits is not None and request.name != "wikitext_tokens":
                 harness_tasks(request, options.data)
         options.max_gen_tokens = options.max_gen_tokens or MAX_GEN_TOKENS
         places = [subject.place for subject in subjects]

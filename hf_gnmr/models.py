@@ -73,7 +73,7 @@ def build_from_scratch(section: ModelSection, seed: int) -> Any:
     """
     from transformers import AutoModelForCausalLM, set_seed
 
-    config = scratch_config(section)
+    config = architecture_config(section)
     try:
         set_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=section.attn_implementation)
@@ -82,7 +82,7 @@ def build_from_scratch(section: ModelSection, seed: int) -> Any:
     return model.to(torch.bfloat16 if section.dtype == "bfloat16" else torch.float32)
 
 
-def scratch_config(section: ModelSection) -> Any:
+def architecture_config(section: ModelSection) -> Any:
     """`section.architecture` as transformers' configuration.
 
     Raises:
@@ -90,12 +90,11 @@ def scratch_config(section: ModelSection) -> Any:
     """
     from transformers import AutoConfig
 
-    values = {k: v for k, v in (section.architecture or {}).items() if k != "dtype"}
-    kind = values.pop("model_type")
+    values = dict(section.architecture or {})
     try:
-        return AutoConfig.for_model(kind, **values)
+        return AutoConfig.for_model(values.pop("model_type"), **values)
     except (ValueError, TypeError, KeyError) as error:
-        raise RecipeError(f"model.architecture: {error}") from error
+        raise RecipeError(f"model.architecture={section.architecture!r}: {error}") from error
 
 
 def scratch_tokenizer(section: ModelSection) -> Any:
@@ -111,7 +110,7 @@ def scratch_tokenizer(section: ModelSection) -> Any:
         tokenizer = byte_tokenizer()
     else:
         tokenizer = load_tokenizer(os.path.expanduser(section.tokenizer), section)
-    size = getattr(scratch_config(section), "vocab_size", None)
+    size = getattr(architecture_config(section), "vocab_size", None)
     if size is not None and len(tokenizer) > size:
         raise RecipeError(f"model.architecture.vocab_size={size}: {section.tokenizer} has {len(tokenizer)} tokens")
     return tokenizer

@@ -52,9 +52,9 @@ def check_text_source(section: DataSection) -> None:
         raise RecipeError(f"data.name={section.name!r}: no such file")
     if path.is_file() and suffix not in (*LOADERS, ".txt"):
         raise RecipeError(f"data.name={section.name!r}: files that end in .txt, {', '.join(LOADERS)} are read as text")
-    if section.streaming and (path.is_file() or section.name == BUILTIN):
-        raise RecipeError("data.streaming=True is for data sets on the Hub: local text is read whole")
     local = path.is_file() or section.name == BUILTIN
+    if section.streaming and local:
+        raise RecipeError("data.streaming=True is for data sets on the Hub: local text is read whole")
     if local and section.eval_split is not None:
         raise RecipeError(
             f"data.eval_split={section.eval_split!r}: local text has no splits; leave it out (null), and data.eval_rows "

@@ -21,9 +21,9 @@ import torch
 
 from .backends.residual import CHUNK
 from .config import ConfigError, SetupError, parse_bytes
-from .models import BUILTIN, lora_config, scratch_config
+from .models import BUILTIN, architecture_config, lora_config
 from .options import Options, within_budget
-from .plan_activations import activations_in_words, plan_activations
+from .plan_activations import activations_in_words, head_in_words, plan_activations
 from .recipe import SCRATCH, find_recipe, load_recipe
 from .sections import Recipe, RecipeError
 from .units import find_units
@@ -149,18 +149,14 @@ def architecture(recipe: Recipe) -> tuple[Any, str]:
 
     section = recipe.model
     if section.name == SCRATCH:
-        return scratch_config(section), "the recipe's own"
+        return architecture_config(section), "the recipe's own"
     if section.name == BUILTIN:
         from .builtin import base_config
 
         return base_config(), "built in"
     folder = Path(section.name).expanduser()
     if section.architecture is not None and not folder.is_dir():
-        values = dict(section.architecture)
-        try:
-            return AutoConfig.for_model(values.pop("model_type"), **values), f"the recipe's own, of {section.name}"
-        except (KeyError, ValueError, TypeError) as error:
-            raise RecipeError(f"model.architecture={section.architecture!r}: {error}") from error
+        return architecture_config(section), f"the recipe's own, of {section.name}"
     try:
         config = AutoConfig.from_pretrained(
             folder if folder.is_dir() else section.name,
@@ -268,13 +264,10 @@ def in_words(figures: dict[str, Any]) -> str:
     def amount(size: int | None) -> str:
         return "?" if size is None else f"{size / size_of:.2f}"
 
-    steps = "not known (give --rows)" if figures["steps"] is None else f"{figures['steps']:,}"
     lines = [
-        f"{figures['parameters']:,} parameters, {figures['trainable_parameters']:,} trainable",
-        f"architecture: {figures['architecture']}",
+        *head_in_words(figures),
         f"{figures['units']} units, {figures['recoverable_units']} recoverable, the largest {amount(figures['unit_bytes'])} "
         f"{unit} of BF16; maxO {figures['max_o']}",
-        f"global batch {figures['global_batch']} on {figures['processes']} process(es); steps: {steps}",
         f"adapters {amount(figures['adapter_bytes'])} {unit}, gradients {amount(figures['gradient_bytes'])} {unit}, "
         f"optimizer state ({figures['optimizer']}) {amount(figures['optimizer_bytes'])} {unit}",
         "",

@@ -89,18 +89,25 @@ def _forward(model: Any, recipe: Recipe) -> None:
     model(input_ids=ids, attention_mask=mask, position_ids=ids, use_cache=False)
 
 
+def head_in_words(figures: dict[str, Any]) -> list[str]:
+    """What every plan begins with."""
+    steps = "not known (give --rows)" if figures["steps"] is None else f"{figures['steps']:,}"
+    return [
+        f"{figures['parameters']:,} parameters, {figures['trainable_parameters']:,} trainable",
+        f"architecture: {figures['architecture']}",
+        f"global batch {figures['global_batch']} on {figures['processes']} process(es); steps: {steps}",
+    ]
+
+
 def activations_in_words(figures: dict[str, Any]) -> str:
     """The figures as lines, in decimal MB."""
 
     def amount(size: int | None) -> str:
         return "not known" if size is None else f"{size / 1e6:,.2f} MB"
 
-    steps = "not known" if figures["steps"] is None else f"{figures['steps']:,}"
     lines = [
-        f"{figures['parameters']:,} parameters, {figures['trainable_parameters']:,} trainable",
-        f"architecture: {figures['architecture']}",
+        *head_in_words(figures),
         f"{figures['units']} units; maxO {figures['max_o']}",
-        f"global batch {figures['global_batch']} on {figures['processes']} process(es); steps: {steps}",
         f"weights {amount(figures['weight_bytes'])}, gradients {amount(figures['gradient_bytes'])}, optimizer state "
         f"{amount(figures['optimizer_bytes'])}",
     ]

@@ -156,6 +156,8 @@ def _fits_together(recipe: Recipe) -> None:
     if model.name == SCRATCH:
         if not model.architecture or "model_type" not in model.architecture or model.tokenizer is None:
             raise RecipeError("model.name='scratch' needs model.architecture (with model_type) and model.tokenizer")
+        if "dtype" in model.architecture:
+            raise RecipeError("model.architecture.dtype: for model.name='scratch' give model.dtype instead")
         if recipe.lora is not None:
             raise RecipeError("model.name='scratch' trains all weights: lora: false is allowed")
     elif model.tokenizer is not None:

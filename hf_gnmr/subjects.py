@@ -17,6 +17,7 @@ from .config import ConfigError
 from .models import load_adapter, load_base, load_tokenizer, model_source
 from .recipe import load_recipe
 from .sections import ModelSection, Recipe
+from .tasks import file_hash
 from .trace import read_json, read_trace
 from .units import all_layers
 
@@ -121,14 +122,14 @@ def identity_of(subject: Subject, precision: str) -> dict[str, Any]:
     """What makes two evaluations ones of the same model: contents; `place` is for people."""
     files = {}
     if subject.adapter is not None:
-        files = {name: _whole(subject.adapter / name) for name in ("adapter_model.safetensors", "adapter_config.json")}
+        files = {name: file_hash(subject.adapter / name) for name in ("adapter_model.safetensors", "adapter_config.json")}
     base = Path(subject.section.name).expanduser()
     there = [f for f in sorted(base.glob("*")) if f.suffix in MODEL_FILES] if base.is_dir() else []
     backend = None if subject.recipe is None or not subject.int8 else subject.recipe.backend
     return {
         "place": subject.place,
         "base": "local" if base.is_dir() else f"{subject.section.name}@{subject.section.revision or 'main'}",
-        "base_files": {f.name: _sampled(f) if f.stat().st_size > SAMPLED_ABOVE else _whole(f) for f in there},
+        "base_files": {f.name: _sampled(f) if f.stat().st_size > SAMPLED_ABOVE else file_hash(f) for f in there},
         "adapter": files,
         "int8": subject.int8,
         "threshold": subject.section.llm_int8_threshold if subject.int8 else None,
@@ -140,10 +141,6 @@ def identity_of(subject: Subject, precision: str) -> dict[str, Any]:
 MODEL_FILES = (".safetensors", ".bin", ".json", ".model", ".jinja")
 """Of a base model's folder: weights, configuration, tokenizer."""
 SAMPLED_ABOVE = 16 * 2**20
-
-
-def _whole(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 def _sampled(file: Path) -> str:

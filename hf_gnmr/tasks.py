@@ -128,12 +128,17 @@ def _read(file: Path) -> str:
         raise ConfigError(f"{file} cannot be read as text: {error}") from error
 
 
+def file_hash(file: Path) -> str:
+    """Of a file's contents, as results are known by."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+
 def fingerprint(request: Request, data: str | None) -> dict[str, str]:
     """The files a task reads, with a hash of each; what it reads otherwise."""
     if data is None or data == BUILTIN:
         return {"data": "Hub" if data is None else BUILTIN}
     return {
-        f"{file.parent.name}/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        f"{file.parent.name}/{file.name}": file_hash(file)
         for file in data_files(request, Path(data)).values()
     }
 

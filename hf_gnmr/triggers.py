@@ -57,10 +57,10 @@ class Ranked(Controller):
 
     sign: ClassVar[float]
 
-    def _choose(self, risk: Floats, seen: Bools, norms: Floats, signal: Floats | None) -> tuple[Bools, Bools]:
+    def _choose(self, gnmr: Floats, risk: Floats, seen: Bools, signal: Floats | None) -> tuple[Bools, Bools]:
         if signal is None:  # nothing was measured: a step of another number of backward passes than of micro-batches
             signal = np.full(self.num_units, np.nan)
-        score = np.where(np.isfinite(norms), self.sign * signal, np.inf)  # a gradient that is not finite comes first
+        score = np.where(np.isfinite(gnmr), self.sign * signal, np.inf)  # a gradient that is not finite comes first
         pool = np.flatnonzero(self.recoverable & seen & ~np.isnan(score))
         seated = np.zeros_like(seen)
         seated[top_units(score, pool, self.max_o)] = True
@@ -123,9 +123,8 @@ class Static(Controller):
     def exact(self) -> bool:
         return self._fixed is None
 
-    def _choose(self, risk: Floats, seen: Bools, norms: Floats, signal: Floats | None) -> tuple[Bools, Bools]:
+    def _choose(self, gnmr: Floats, risk: Floats, seen: Bools, signal: Floats | None) -> tuple[Bools, Bools]:
         if self._fixed is None:
-            gnmr = self.scores
             usable = seen & np.isfinite(gnmr)
             self._sum[usable] += gnmr[usable]
             self._count += usable

@@ -27,6 +27,8 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_gnmr.builtin import byte_tokenizer
+
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 torch.set_num_threads(1)
 
@@ -102,21 +104,6 @@ def trace_lines(run):
     """Header and step lines of a run's trace."""
     lines = [json.loads(line) for line in (pathlib.Path(run) / "trace.jsonl").read_text().splitlines()]
     return lines[0], lines[1:]
-
-
-def byte_tokenizer():
-    """A byte-level tokenizer without merges: 3 special tokens and 256 bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
 
 
 @pytest.fixture(scope="session")

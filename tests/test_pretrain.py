@@ -104,6 +104,11 @@ def test_resumed_after_a_break(tmp_path):
     straight, cut = ((tmp_path / name / "trace.jsonl").read_text().splitlines()[1:] for name in ("straight", "cut"))
     assert [json.loads(line)["active"] for line in straight] == [json.loads(line)["active"] for line in cut]
     small(tmp_path / "cut", *common, "run.resume=auto")  # finished: nothing to do
+    for name in ("results.json", "summary.json", "model.safetensors"):
+        (tmp_path / "cut" / name).unlink()
+    small(tmp_path / "cut", *common, "run.resume=auto")  # all steps done, its last files not written
+    again = load_file(tmp_path / "cut" / "model.safetensors")
+    assert all(torch.equal(one[n], again[n]) for n in one) and (tmp_path / "cut" / "results.json").is_file()
 
 
 # -- text ----------------------------------------------------------------------------------------------------------------
