@@ -165,11 +165,7 @@ def check(options: argparse.Namespace, jobs: list[Job]) -> None:
 
     for job in jobs:
         recipe = load_recipe(find_recipe(options.recipe), overrides_of(job, options))
-        backend = recipe.backend
-        Options(
-            backend=backend.name, trigger=recipe.trigger.name, trigger_options=recipe.trigger.options(), unit=backend.unit,
-            bits_low=backend.bits_low, bits_recovery=backend.bits_recovery, format=backend.format,
-        )
+        Options(trigger=recipe.trigger.name, trigger_options=recipe.trigger.options(), **recipe.backend.options())
 
 
 def run_all(options: argparse.Namespace, jobs: list[Job]) -> None:

@@ -37,7 +37,8 @@ class GNMRCallback(TrainerCallback, ExportableState):
 
     Args:
         config: thresholds and budget; None means the defaults of `GNMRConfig`. Its fields may also be given as keywords.
-        backend: "int8" (bitsandbytes INT8 ↔ BF16), "activation" (saved activations in few bits) or "none" (monitor only).
+        backend: "int8" (bitsandbytes INT8 ↔ BF16), "activation" (saved activations in few bits), "fp8" (hybrid FP8),
+            "lowbit" (4 and 6 bits, simulated) or "none" (monitor only).
         trigger: "gnmr", "none" (all on the low-cost path), "all" (all on the recovery path), "gsnr", "jacobian", "static",
             "random".
         trigger_options: the trigger's own, see `hf_gnmr.triggers`, e.g. {"promotion_ratio": 0.1} of "random".
@@ -48,9 +49,11 @@ class GNMRCallback(TrainerCallback, ExportableState):
         eval_path: path in eval mode: "low", "recovery" or "active".
         max_recovery_memory: device memory that lifted layers may add, instead of max_o: bytes, "6GB", "500MiB".
         pin_memory: with "host" on an accelerator, hold the originals in pinned host memory.
-        unit: of the backend "activation": "projection" or "layer".
-        bits_low, bits_recovery, format: of the same: bits of saved inputs on either path (2 to 8; 16: not quantised),
-            "float" or "int".
+        unit: what is switched as one: "projection" or "layer" ("activation"); "layer", "experts" or "expert" ("fp8",
+            "lowbit"); None: the first of them.
+        bits_low, bits_recovery: bits on either path: 2 to 8 or 16 ("activation"), 4 or 6 and 8 or 16 ("lowbit").
+        format: of "activation": "float" or "int".
+        emulate: of "fp8": true, false or "auto" (emulated where the device has no FP8).
         trace_path: file for the trace; None: `trace.jsonl` in the Trainer's output_dir; False: no trace, no summary.
 
     Raises:
@@ -71,10 +74,11 @@ class GNMRCallback(TrainerCallback, ExportableState):
         max_recovery_memory: int | str | None = None,
         pin_memory: bool = False,
         trigger_options: Mapping[str, Any] | None = None,
-        unit: str = "projection",
+        unit: str | None = None,
         bits_low: int = 4,
         bits_recovery: int = 8,
         format: str = "float",
+        emulate: bool | str = False,
         trace_path: str | os.PathLike[str] | bool | None = None,
         **settings: Any,
     ) -> None:
@@ -82,7 +86,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
         self.options = Options(
             backend=backend, trigger=trigger, trigger_options=dict(trigger_options or {}), recovery=recovery,
             recovery_source=recovery_source, max_recovery_memory=max_recovery_memory, pin_memory=pin_memory, layers=layers,
-            eval_path=eval_path, unit=unit, bits_low=bits_low, bits_recovery=bits_recovery, format=format,
+            eval_path=eval_path, unit=unit, bits_low=bits_low, bits_recovery=bits_recovery, format=format, emulate=emulate,
         )
         if trace_path is not None and trace_path is not False and not isinstance(trace_path, (str, os.PathLike)):
             raise ConfigError(f"trace_path={trace_path!r}: a path, None or False is allowed")

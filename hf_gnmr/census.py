@@ -14,8 +14,9 @@ def take_census(units: Sequence[Unit], backend: Backend, controller: Controller)
     """What is monitored and switched, in plain JSON values."""
     return {
         "units": len(units),
+        "unit_names": units[0].name if len(units) == 1 else f"{units[0].name} to {units[-1].name}",
         "recoverable_units": int(backend.recoverable.sum()),
-        "trainable_parameters_in_units": sum(p.numel() for unit in units for p in unit.parameters),
+        "trainable_parameters_in_units": sum(unit.numel for unit in units),
         "backend": backend.name,
         "trigger": controller.trigger,
         "max_o": controller.max_o,
@@ -53,8 +54,8 @@ def trace_header(
 def census_in_words(census: dict[str, Any]) -> list[str]:
     """The census as the lines printed at train begin."""
     lines = [
-        f"GNMR: {census['units']} units (decoder layers with trainable parameters), {census['recoverable_units']} "
-        f"recoverable; backend {census['backend']}, trigger {census['trigger']}, maxO {census['max_o']}"
+        f"GNMR: {census['units']} units ({census['unit_names']}), {census['recoverable_units']} recoverable; "
+        f"backend {census['backend']}, trigger {census['trigger']}, maxO {census['max_o']}"
     ]
     elsewhere = [
         f"{count:,} {what}"
@@ -65,7 +66,7 @@ def census_in_words(census: dict[str, Any]) -> list[str]:
         if (count := census.get(key, 0))
     ]
     if elsewhere:
-        lines.append(f"GNMR: outside these layers, neither watched nor switched: {'; '.join(elsewhere)}")
+        lines.append(f"GNMR: outside these units, neither watched nor switched: {'; '.join(elsewhere)}")
     if "path" in census:
         return [*lines, f"GNMR: {census['path']}"]
     left = ", ".join(f"{count} {kind}" for kind, count in census["modules_not_switched"].items())

@@ -74,6 +74,10 @@ class GradientNorms:
         known = {id(p) for p in of_units}
         rest = [p for p in unwrap(model).parameters() if p.requires_grad and id(p) not in known]
         self.parameters: list[nn.Parameter] = of_units + rest
+        # A unit that is one of several experts in a tensor reads its part of the gradient: the parameter stands here once a
+        # part.
+        parts = [-1 if unit.part is None else unit.part for unit in units for _ in unit.parameters]
+        self._parts = np.array(parts + [-1] * len(rest))
         # Parameters lie unit by unit, so that a unit's share of the vector is one contiguous segment.
         self._segments = np.cumsum([0] + [len(unit.parameters) for unit in units])[:-1]
         self._of_units = len(of_units)
@@ -159,6 +163,8 @@ class GradientNorms:
         loss = float(values[len(order) + 1]) / (scale if scaled_loss else 1.0) if has_loss else None
         seen = np.zeros(len(self.parameters), dtype=bool)
         seen[order] = True
+        # An expert that no token was sent to has a gradient of zeros, which is no reading.
+        seen &= (self._parts < 0) | (per_parameter != 0)
         seen_units = np.logical_or.reduceat(seen[: self._of_units], self._segments)
         if scaled_loss and self._scaler is None and _looks_scaled(float(values[len(order) + 2]), self._backwards):
             raise SetupError(
@@ -232,7 +238,7 @@ class GradientNorms:
         for indices in self._groups.values():
             present = [i for i in indices if self.parameters[i].grad is not None and self.parameters[i].requires_grad]
             if present:
-                grads = [self.parameters[i].grad for i in present]
+                grads = [self._gradient(i) for i in present]
                 norms = torch._foreach_norm(grads, 2, torch.float32)  # type: ignore[arg-type]
                 parts.append(torch.stack(norms).to(home, non_blocking=True))
                 order += present
@@ -255,6 +261,11 @@ class GradientNorms:
             self._events[1].record()
         else:
             self._seconds += time.perf_counter() - start
+
+    def _gradient(self, i: int) -> Tensor:
+        grad = self.parameters[i].grad
+        assert grad is not None
+        return grad if self._parts[i] < 0 else grad[int(self._parts[i])]
 
     def _scale(self, device: torch.device) -> Tensor:
         """The loss scale in force in this backward, shape (1,), without a host sync."""

@@ -12,19 +12,26 @@ from torch import nn
 
 from .backends import BACKENDS, Backend, check_backend
 from .backends.activation import check_bits
+from .backends.fp8 import check_emulate
 from .backends.int8 import check_options
+from .backends.lowbit import products_of
 from .backends.switchable import restore_plain
 from .checks import refuse_partitioned_gradients
 from .config import ConfigError, GNMRConfig, parse_bytes
 from .triggers import check_trigger
-from .units import Unit, find_projections, find_units
+from .units import FINDERS, Unit
 
-UNITS = ("projection", "layer")
+UNITS = {
+    "activation": ("projection", "layer"), "fp8": ("layer", "experts", "expert"), "lowbit": ("layer", "experts", "expert"),
+}
+"""Kinds of unit that a backend has, its default first; the others' units are decoder layers."""
 OF_BACKEND = {
     "int8": ("recovery", "recovery_source", "pin_memory", "eval_path"),
     "activation": ("bits_low", "bits_recovery", "format", "unit"),
+    "fp8": ("emulate", "eval_path", "unit"),
+    "lowbit": ("bits_low", "bits_recovery", "eval_path", "unit"),
 }
-"""Options that only one backend has."""
+"""Options that not every backend has."""
 NOT_ITS_OWN = ("unit",)
 """Of those, what the backend itself is not given."""
 
@@ -38,7 +45,8 @@ class Options:
     """
 
     backend: str = "int8"
-    """"int8" (bitsandbytes INT8 ↔ BF16), "activation" (saved activations in few bits) or "none" (monitor only)."""
+    """"int8" (bitsandbytes INT8 ↔ BF16), "activation" (saved activations in few bits), "fp8" (hybrid FP8), "lowbit" (4 and 6
+    bits, simulated) or "none" (monitor only)."""
     trigger: str = "gnmr"
     """One of `triggers.TRIGGERS`."""
     trigger_options: Mapping[str, Any] = field(default_factory=dict)
@@ -55,22 +63,37 @@ class Options:
     """Pattern for the decoder layers of an unknown architecture, e.g. "transformer.blocks.*"."""
     eval_path: str = "low"
     """Path in eval mode: "low", "recovery" or "active"."""
-    unit: str = "projection"
-    """Units of the backend "activation": "projection" or "layer"."""
+    unit: str | None = None
+    """What is switched as one. Backend "activation": "projection" (what None means) or "layer"; "fp8" and "lowbit": "layer"
+    (None), "experts" (a layer's experts together) or "expert" (each)."""
     bits_low: int = 4
-    """Backend "activation": bits of saved activations on the low-cost path."""
+    """Bits on the low-cost path. Backend "activation", of saved activations: 2 to 8; "lowbit": 4 or 6."""
     bits_recovery: int = 8
-    """The same on the recovery path; 16: not quantised."""
+    """Bits on the recovery path; 16: not quantised."""
     format: str = "float"
-    """The same: "float" (E2M1, E3M2, E4M3) or "int" (symmetric)."""
+    """Backend "activation": "float" (E2M1, E3M2, E4M3) or "int" (symmetric)."""
+    emulate: bool | str = False
+    """Backend "fp8": true: emulated; "auto": emulated where the device has no FP8; false: refused there."""
 
     def __post_init__(self) -> None:
         check_backend(self.backend)
         check_trigger(self.trigger, self.trigger_options)
-        check_bits(self.bits_low, self.bits_recovery, self.format)
-        if self.unit not in UNITS:
-            raise ConfigError(f"unit={self.unit!r}: one of {', '.join(map(repr, UNITS))} is allowed")
+        check_emulate(self.emulate)
         self._refuse_what_says_nothing()
+        if self.backend == "lowbit":
+            products_of(self.bits_low, self.bits_recovery)
+        else:
+            check_bits(self.bits_low, self.bits_recovery, self.format)
+        kinds = UNITS.get(self.backend, ())
+        if self.unit is not None and self.unit not in kinds:
+            raise ConfigError(
+                f"unit={self.unit!r}: one of {', '.join(map(repr, kinds))} is allowed with backend={self.backend!r}"
+            )
+        if self.unit == "expert" and self.trigger in ("gsnr", "jacobian"):
+            raise ConfigError(
+                f"trigger={self.trigger!r} with unit='expert': experts in one tensor have no input and no parameters of "
+                "their own to measure; use unit='experts'"
+            )
         check_options(
             recovery=self.recovery, recovery_source=self.recovery_source, eval_path=self.eval_path,
             pin_memory=self.pin_memory,
@@ -83,9 +106,9 @@ class Options:
             )
         if self.max_recovery_memory is not None:
             parse_bytes("max_recovery_memory", self.max_recovery_memory)
-            if self.backend == "activation":
+            if self.backend in UNITS:
                 raise ConfigError(
-                    "max_recovery_memory with backend='activation': what a lifted projection adds depends on the tokens of "
+                    f"max_recovery_memory with backend={self.backend!r}: what a lifted unit adds depends on the tokens of "
                     "a batch; give max_o"
                 )
             if self.backend == "none" or self.recovery == "dequantize" or self.trigger != "gnmr":
@@ -97,12 +120,18 @@ class Options:
 
     def _refuse_what_says_nothing(self) -> None:
         """Options of another backend than the one that was chosen."""
-        for backend, names in OF_BACKEND.items():
-            for name in names if backend != self.backend else ():
-                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                    raise ConfigError(
-                        f"{name}={getattr(self, name)!r} belongs to backend={backend!r}; this is backend={self.backend!r}"
-                    )
+        for name in dict.fromkeys(name for names in OF_BACKEND.values() for name in names):
+            owners = [backend for backend, names in OF_BACKEND.items() if name in names]
+            if self.backend not in owners and getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} belongs to backend={' or '.join(map(repr, owners))}; this is "
+                    f"backend={self.backend!r}"
+                )
+
+    @property
+    def unit_kind(self) -> str:
+        """What is switched as one, the default said."""
+        return self.unit or UNITS.get(self.backend, ("layer",))[0]
 
 
 def make_config(config: GNMRConfig | dict[str, Any] | None, settings: dict[str, Any], owner: str) -> GNMRConfig:
@@ -130,8 +159,7 @@ def take_over(
     """
     refuse_partitioned_gradients(model)
     restore_plain(model)  # of a training that was broken off: also where this backend switches nothing
-    by_projection = options.backend == "activation" and options.unit == "projection"
-    units = (find_projections if by_projection else find_units)(model, options.layers)
+    units = FINDERS[options.unit_kind](model, options.layers)
     more = {name: getattr(options, name) for name in OF_BACKEND.get(options.backend, ()) if name not in NOT_ITS_OWN}
     backend = BACKENDS[options.backend](model, units, **more)
     count = int(backend.recoverable.sum())

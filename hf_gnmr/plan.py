@@ -216,10 +216,7 @@ def _max_o(recipe: Recipe, recoverable: list[int], cast: bool) -> int:
     backend = recipe.backend
     if backend.name != "int8":
         return recipe.gnmr.resolve_max_o(len(recoverable))
-    options = Options(
-        trigger=recipe.trigger.name, recovery=backend.recovery, recovery_source=backend.recovery_source,
-        max_recovery_memory=backend.max_recovery_memory, pin_memory=backend.pin_memory, eval_path=backend.eval_path,
-    )
+    options = Options(trigger=recipe.trigger.name, trigger_options=recipe.trigger.options(), **backend.options())
     on_gpu = _way(recipe).startswith("INT8, recovery=host on a GPU")
     adds = backend.recovery == "host" and (on_gpu or not cast)
     bounds = [sum(recoverable[:lifted]) if adds else 0 for lifted in range(len(recoverable) + 1)]

@@ -1,4 +1,4 @@
-"""The plan of a recipe that trains all weights or quantises saved activations, from its architecture alone.
+"""The plan of a recipe that trains all weights, or that quantises anything but frozen weights, from its architecture alone.
 
 One micro-batch goes through the model on the meta device, under the backend itself: what it counts as kept for the
 backward is what a run counts.
@@ -11,17 +11,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from .backends import ActivationBackend
+from .backends import ActivationBackend, LowBitBackend
+from .backends.fp8 import refuse_shapes
 from .models import lora_config
+from .options import Options, within_budget
 from .sections import Recipe
-from .units import find_projections, find_units
+from .units import FINDERS
 
 
 def plan_activations(recipe: Recipe, config: Any, where: str, per_parameter: float | None) -> dict[str, Any]:
     """The figures, in bytes and counts.
 
     Args:
-        recipe: backend `activation` or `none`.
+        recipe: any backend but `int8`.
         config: the model's configuration.
         where: where that is from.
         per_parameter: bytes of optimizer state a trainable parameter with fp32 states; None: not known.
@@ -44,10 +46,15 @@ def plan_activations(recipe: Recipe, config: Any, where: str, per_parameter: flo
         trainable = [p for p in model.parameters() if p.requires_grad]
         backend_section = recipe.backend
         activation = backend_section.name == "activation"
-        finder = find_projections if activation and backend_section.unit == "projection" else find_units
-        units = finder(model, recipe.model.layers)
+        options = Options(trigger=recipe.trigger.name, trigger_options=recipe.trigger.options(), **backend_section.options())
+        units = FINDERS[options.unit_kind](model, recipe.model.layers)
         saved: dict[str, int] = {}
-        max_o = recipe.gnmr.resolve_max_o(len(units)) if activation else 0
+        gnmr = within_budget(recipe.gnmr, options, [0] * (len(units) + 1), holds_all=True)
+        max_o = gnmr.resolve_max_o(len(units)) if backend_section.name != "none" else 0
+        if backend_section.name == "fp8" and backend_section.emulate is not True:
+            refuse_shapes(units)
+        if backend_section.name in ("fp8", "lowbit"):  # what the run would refuse; both take the same modules
+            LowBitBackend(model, units).remove()
         numbers = sum(p.numel() for p in trainable)
         size = sum(p.numel() * p.element_size() for p in trainable)
         if activation:
@@ -72,7 +79,7 @@ def plan_activations(recipe: Recipe, config: Any, where: str, per_parameter: flo
     training = recipe.training
     return {
         "architecture": where, "parameters": parameters, "trainable_parameters": numbers, "units": len(units),
-        "max_o": max_o,
+        "max_o": max_o, "unit_names": [units[0].name, units[-1].name],
         "weight_bytes": weights + (size if recipe.lora is not None else 0), "gradient_bytes": size, "optimizer_bytes": state,
         "saved_bytes": saved,
         "micro_batch_tokens": training.get("per_device_train_batch_size", 8) * recipe.data.max_length,
@@ -107,7 +114,7 @@ def activations_in_words(figures: dict[str, Any]) -> str:
 
     lines = [
         *head_in_words(figures),
-        f"{figures['units']} units; maxO {figures['max_o']}",
+        f"{figures['units']} units ({' to '.join(dict.fromkeys(figures['unit_names']))}); maxO {figures['max_o']}",
         f"weights {amount(figures['weight_bytes'])}, gradients {amount(figures['gradient_bytes'])}, optimizer state "
         f"{amount(figures['optimizer_bytes'])}",
     ]

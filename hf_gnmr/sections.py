@@ -101,14 +101,21 @@ class BackendSection:
     """Device memory that lifted layers may add, instead of gnmr.max_o: bytes, ``6GB``, ``500MiB``."""
     pin_memory: bool = False
     eval_path: str = "low"
-    unit: str = "projection"
-    """Backend ``activation``: ``projection`` or ``layer``."""
+    unit: str | None = None
+    """What is switched as one. ``activation``: ``projection`` (the default) or ``layer``; ``fp8``, ``lowbit``: ``layer``
+    (the default), ``experts`` (a layer's experts together) or ``expert`` (each)."""
     bits_low: int = 4
-    """Backend ``activation``: bits of saved activations on the low-cost path."""
+    """Bits on the low-cost path. ``activation``, of saved activations: 2 to 8; ``lowbit``: 4 or 6."""
     bits_recovery: int = 8
     """On the recovery path; 16: not quantised."""
     format: str = "float"
-    """``float`` (E2M1, E3M2, E4M3) or ``int``."""
+    """``activation``: ``float`` (E2M1, E3M2, E4M3) or ``int``."""
+    emulate: bool | Literal["auto"] = False
+    """``fp8``: true: emulated; ``auto``: emulated where the device has no FP8; false: refused there."""
+
+    def options(self) -> dict[str, Any]:
+        """As `hf_gnmr.options.Options` names them."""
+        return {("backend" if k == "name" else k): v for k, v in dataclasses.asdict(self).items()}
 
 
 @dataclass

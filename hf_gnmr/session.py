@@ -38,7 +38,7 @@ from .controller import Controller, Decision
 from .gradients import GradientNorms, Reading
 from .journal import TRACE_FILE, Journal, OddWindows, say, say_not_finite, write_summary
 from .metrics import step_scalars
-from .options import Options, make_config, take_over
+from .options import UNITS, Options, make_config, take_over
 from .signals import SIGNALS
 from .triggers import make_trigger
 
@@ -313,11 +313,13 @@ class GNMRSession:
             "gradient_accumulation_steps": self.accumulation,
             "recovery": "originals" if recovery in ("host", "device") else recovery,
         }
+        if options.backend in UNITS:
+            setup["units"] = [unit.name for unit in self.units]
         if options.backend == "activation":
-            setup |= {
-                "units": [unit.name for unit in self.units],
-                "formats": [options.format, options.bits_low, options.bits_recovery],
-            }
+            setup["formats"] = [options.format, options.bits_low, options.bits_recovery]
+        elif options.backend in UNITS:
+            census = self.backend.census()
+            setup["formats"] = [census["format_low"], census["format_recovery"]]
         return setup
 
     def resume(

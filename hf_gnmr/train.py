@@ -26,6 +26,7 @@ from transformers import (
     set_seed,
 )
 
+from .backends.fp8 import engine_on
 from .backends.int8 import cast_notes_silenced
 from .callback import GNMRCallback
 from .checks import refuse_training_settings
@@ -109,20 +110,13 @@ def train(recipe: Recipe) -> dict[str, Any]:
         raise RecipeError(f"training: {error}") from error
     callback = GNMRCallback(
         recipe.gnmr,
-        backend=recipe.backend.name,
         trigger=recipe.trigger.name,
-        recovery=recipe.backend.recovery,
-        recovery_source=recipe.backend.recovery_source,
-        eval_path=recipe.backend.eval_path,
-        max_recovery_memory=recipe.backend.max_recovery_memory,
-        pin_memory=recipe.backend.pin_memory,
-        layers=recipe.model.layers,
         trigger_options=recipe.trigger.options(),
-        unit=recipe.backend.unit,
-        bits_low=recipe.backend.bits_low,
-        bits_recovery=recipe.backend.bits_recovery,
-        format=recipe.backend.format,
+        layers=recipe.model.layers,
+        **recipe.backend.options(),
     )
+    if recipe.backend.name == "fp8":
+        engine_on(arguments.device, recipe.backend.emulate)
     (check_source if recipe.data.text is None else check_text_source)(recipe.data)
     if recipe.data.streaming and arguments.max_steps < 1:
         raise RecipeError("data.streaming=True needs training.max_steps: a stream does not tell how long it is")
@@ -145,7 +139,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
         rows, held_out = ([], []) if recipe.data.text is not None else load_rows(recipe.data, arguments.seed)
         source = "" if scratch else model_source(recipe.model)
     if not scratch:
-        by_layer = recipe.backend.name != "activation" or recipe.backend.unit == "layer"
+        by_layer = callback.options.unit_kind == "layer"
         check_depth(source, recipe.model, recipe.gnmr if by_layer else None, recipe.lora)
     tokenizer = scratch_tokenizer(recipe.model) if scratch else load_tokenizer(source, recipe.model)
     if recipe.data.text is not None:

@@ -1,16 +1,17 @@
 """Which modules make a unit: the only file that knows module and architecture names.
 
-A unit is a decoder layer with trainable parameters, or one of its projections.  Layers are found by structure, not by a
-table of model names: the one
-`nn.ModuleList` inside the (text) decoder that is as long as the text configuration's `num_hidden_layers`.  That
-holds for `model.layers` (Llama, Mistral, Qwen, Gemma), `transformer.h` (GPT-2, BLOOM), `model.decoder.layers` (OPT) and
-`gpt_neox.layers`, and keeps vision towers and lists of experts out.  Where it does not hold, the user names the layers
-with a pattern such as ``"transformer.blocks.*"``.
+A unit is a decoder layer with trainable parameters, one of its projections, its experts or one of them.  Layers are found
+by structure, not by a table of model names: the one `nn.ModuleList` inside the (text) decoder that is as long as the text
+configuration's `num_hidden_layers`.  That holds for `model.layers` (Llama, Mistral, Qwen, Gemma), `transformer.h` (GPT-2,
+BLOOM), `model.decoder.layers` (OPT) and `gpt_neox.layers`, and keeps vision towers and lists of experts out.  Where it does
+not hold, the user names the layers with a pattern such as ``"transformer.blocks.*"``.
 """
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,14 @@ class Unit:
     module: nn.Module
     parameters: tuple[nn.Parameter, ...]
     """Its trainable parameters, at least one."""
+    part: int | None = None
+    """The expert that the unit is, where all of a layer's experts lie in one tensor: index in the parameters' first
+    dimension. None: the parameters as a whole."""
+
+    @property
+    def numel(self) -> int:
+        """How many numbers it trains."""
+        return sum(p.numel() // (1 if self.part is None else p.shape[0]) for p in self.parameters)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -154,12 +163,72 @@ def projections_of(module: nn.Module) -> list[tuple[str, nn.Linear]]:
 
 
 def _plain(module: nn.Module) -> bool:
-    """Whether a linear is torch's own, or one that a backend made of such (8-bit ones are neither)."""
-    return type(module) is nn.Linear or type(module).__name__ == "QuantisedInput"
+    """Whether a linear is torch's own, or one that a backend lent another class (8-bit ones are neither)."""
+    return type(module) is nn.Linear or getattr(type(module), "plain", None) is nn.Linear
 
 
 def _is_router(name: str) -> bool:
-    return name.rpartition(".")[2] in ("router", "gate") or ".router." in f".{name}."
+    return name.rpartition(".")[2] in ("router", "gate", "shared_expert_gate") or ".router." in f".{name}."
+
+
+def linears_of(module: nn.Module) -> list[tuple[str, nn.Linear]]:
+    """The plain linears of a layer or expert, trained or frozen, by name; adapters and routers are not among them."""
+    return [
+        (name, m) for name, m in module.named_modules()
+        if isinstance(m, nn.Linear) and _plain(m) and not _is_router(name) and not re.search(r"(^|\.)lora_", name)
+    ]
+
+
+def fused_experts_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules that hold all of a layer's experts in tensors of (experts, rows, columns), by name."""
+    return [
+        (name, m) for name, m in module.named_modules()
+        if (name.rpartition(".")[2] in ("experts", "") or hasattr(m, "num_experts"))
+        and any(p.ndim == 3 for p in m.parameters(recurse=False))
+    ]
+
+
+def find_experts(model: nn.Module, pattern: str | None = None, *, each: bool = False) -> list[Unit]:
+    """A layer's routed experts as one unit, or each of them.
+
+    Raises:
+        SetupError: no decoder layer found, or no trainable experts in them.
+    """
+    units: list[Unit] = []
+    for unit in find_units(model, pattern):
+        lists = [
+            (name, m) for name, m in unit.module.named_modules()
+            if isinstance(m, nn.ModuleList) and name.rpartition(".")[2] == "experts"
+        ]
+        for name, experts in [*fused_experts_of(unit.module), *lists]:
+            name = f"{unit.name}.{canonical(name)}"
+            found: list[tuple[str, nn.Module, int | None]]
+            if not each:
+                found = [(name, experts, None)]
+            elif isinstance(experts, nn.ModuleList):
+                found = [(f"{name}.{i}", expert, None) for i, expert in enumerate(experts)]
+            else:
+                count = next(p.shape[0] for p in experts.parameters(recurse=False) if p.ndim == 3)
+                found = [(f"{name}.{i}", experts, i) for i in range(count)]
+            for expert_name, module, part in found:
+                parameters = tuple(p for p in module.parameters() if p.requires_grad)
+                if parameters:
+                    units.append(Unit(len(units), unit.layer, expert_name, module, parameters, part))
+    if not units:
+        raise SetupError(
+            "no trainable experts in the decoder layers: unit='experts' and 'expert' are for mixture-of-experts models "
+            "(a module named experts, with tensors of three dimensions or a list of modules). Use unit='layer'"
+        )
+    return units
+
+
+FINDERS: dict[str, Callable[[nn.Module, str | None], list[Unit]]] = {
+    "layer": find_units,
+    "projection": find_projections,
+    "experts": find_experts,
+    "expert": functools.partial(find_experts, each=True),
+}
+"""By kind of unit: decoder layer, projection, a layer's experts together, each expert."""
 
 
 def _linears(layer: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -246,7 +246,7 @@ def test_trace_header_and_lines_have_every_promised_field(trainer_for, tiny, tmp
 def test_census_is_printed_once_and_says_what_runs(trainer_for, tiny, capsys):
     trainer_for(with_lora(load_int8(tiny)), GNMRCallback(max_o=1)).train()
     out = capsys.readouterr().out
-    assert out.count("3 units (decoder layers with trainable parameters), 3 recoverable") == 1
+    assert out.count("3 units (model.layers.0 to model.layers.2), 3 recoverable") == 1
     assert "21 modules switched" in out and "INT8×INT8" in out and "73,728 added at a time" in out
 
 

@@ -377,7 +377,7 @@ def test_what_lies_outside_the_layers_is_said(tmp_path, trainer_for, capsys):
     trainer_for(with_lora(model), GNMRCallback(max_o=1)).train()
     census = trace_lines(tmp_path / "run")[0]["census"]
     assert census["modules_8bit_elsewhere"] == 3 * 6 and census["trainable_parameters_elsewhere"] > 0
-    assert "outside these layers, neither watched nor switched" in capsys.readouterr().out
+    assert "outside these units, neither watched nor switched" in capsys.readouterr().out
 
 
 def test_the_last_whole_checkpoint_is_found_by_name_and_content(tmp_path):

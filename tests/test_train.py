@@ -119,7 +119,8 @@ def test_resume_takes_the_last_whole_checkpoint(recipe_file, tmp_path):
 def test_what_is_wrong_is_told_before_the_model_is_loaded(recipe_file, tmp_path, capsys):
     for override, message in (
         ("gnmr.max_o=1.5", "gnmr.max_o=1.5"),
-        ("backend.name=fp8", "backend='fp8': one of 'int8', 'activation', 'none'"),
+        ("backend.name=fp9", "backend='fp9': one of 'int8', 'activation', 'fp8', 'lowbit', 'none'"),
+        ("backend.name=fp8", "no FP8 product on cpu"),
         ("trigger.name=gsnrr", "trigger='gsnrr'"),
         ("backend.recovery=disk", "recovery='disk'"),
         ("backend.eval_path=both", "eval_path='both'"),

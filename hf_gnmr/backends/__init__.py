@@ -5,10 +5,14 @@ from __future__ import annotations
 from ..config import ConfigError
 from .activation import ActivationBackend
 from .base import Backend
+from .fp8 import Fp8Backend
 from .int8 import Int8Backend
+from .lowbit import LowBitBackend
 from .none import NoBackend
 
-BACKENDS: dict[str, type[Backend]] = {"int8": Int8Backend, "activation": ActivationBackend, "none": NoBackend}
+BACKENDS: dict[str, type[Backend]] = {
+    "int8": Int8Backend, "activation": ActivationBackend, "fp8": Fp8Backend, "lowbit": LowBitBackend, "none": NoBackend,
+}
 
 
 def check_backend(name: str) -> None:
@@ -17,4 +21,6 @@ def check_backend(name: str) -> None:
         raise ConfigError(f"backend={name!r}: one of {', '.join(map(repr, BACKENDS))} is allowed")
 
 
-__all__ = ["BACKENDS", "ActivationBackend", "Backend", "Int8Backend", "NoBackend", "check_backend"]
+__all__ = [
+    "BACKENDS", "ActivationBackend", "Backend", "Fp8Backend", "Int8Backend", "LowBitBackend", "NoBackend", "check_backend",
+]

@@ -10,7 +10,6 @@ With 16 bits a path is the plain linear: its input is kept as it is, in the dtyp
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,23 +17,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..config import ConfigError, SetupError
 from ..controller import Bools
-from ..units import Unit, base_model, projections_of, unwrap
+from ..units import Unit, projections_of, unwrap
 from .base import Backend
 from .formats import Format, Packed, format_of, pack, packed_bytes, unpack
+from .linears import Latest, Switched, as_autocast, lend, make_plain, refuse_8bit, refuse_unswitchable
 
 
-class Saved:
+class Saved(Latest):
     """What the projections of a model share: the copy of the latest input, and the count of bytes kept for the backward."""
 
     def __init__(self, low: Format | None) -> None:
+        super().__init__()
         self.low = low
-        self._input: StorageWeakRef | None = None
-        self._key: tuple[Any, ...] = ()
-        self._copies: dict[str, Packed] = {}
         self.kept = self.kept_low = self.tokens = 0
         self._now = self._now_low = self._now_tokens = 0
 
@@ -53,27 +50,14 @@ class Saved:
 
     def copy_of(self, given: Tensor, x: Tensor, form: Format | None) -> Packed | None:
         """The packed copy of `x`, which is `given` in the product's dtype, made once; None for 16 bits."""
-        # The same numbers: by storage and version, since hooks hand each module a view of its own of one input.
-        storage = StorageWeakRef(given.untyped_storage())
-        key = (given.storage_offset(), given.shape, given.stride(), given.dtype, given._version, x.dtype)
-        if self._input is None or self._input.expired() or self._input != storage or self._key != key:
-            self._input, self._key, self._copies = storage, key, {}
+        if self.is_new(given, x.dtype):
             rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
             self._now_tokens = max(self._now_tokens, rows)
             self._now_low += _bytes(x, self.low)
         name = "16 bits" if form is None else form.name
-        if name in self._copies:
-            return self._copies[name]
-        self._now += _bytes(x, form)
-        if form is None:
-            self._copies[name] = None  # type: ignore[assignment]
-            return None
-        packed = self._copies[name] = pack(x.detach().reshape(-1, x.shape[-1]), form)
-        return packed
-
-    def forget(self) -> None:
-        """Let the latest copy go (the backward's own references keep what it needs)."""
-        self._input, self._copies = None, {}
+        if not self.has(name):
+            self._now += _bytes(x, form)
+        return self.get(name, lambda: None if form is None else pack(x.detach().reshape(-1, x.shape[-1]), form))
 
 
 def _bytes(x: Tensor, form: Format | None) -> int:
@@ -108,9 +92,10 @@ class _Product(torch.autograd.Function):
         return dx, dw, db, None, None
 
 
-class QuantisedInput(nn.Linear):
-    """A linear whose saved input is quantised; a module becomes one by a change of its class and back."""
+class QuantisedInput(Switched, nn.Linear):
+    """A linear whose saved input is quantised."""
 
+    ours = ("saved", "form", "first")
     saved: Saved
     form: Format | None
     first: bool
@@ -122,43 +107,11 @@ class QuantisedInput(nn.Linear):
         if self.first:
             self.saved.begin()
         given = x
-        weight: Tensor = self.weight
-        bias: Tensor | None = self.bias
-        kind = x.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            x, weight = _cast(x, dtype), _cast(weight, dtype)
-            bias = bias if bias is None else _cast(bias, dtype)
+        x, weight, bias = as_autocast(x, self.weight, self.bias)
         packed = self.saved.copy_of(given, x, self.form)
         if packed is None:
             return nn.functional.linear(x, weight, bias)
         return _Product.apply(x, weight, bias, packed, self.saved)
-
-    # A copy, or a model that is saved as a whole in mid-training, has plain linears: it is under nobody's control.
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
-        plain = nn.Linear.__new__(nn.Linear)
-        memo[id(self)] = plain
-        plain.__dict__ = copy.deepcopy(self._plain_state(), memo)
-        return plain
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return nn.Linear.__new__, (nn.Linear,), self._plain_state()
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return self.__reduce__()
-
-    def _plain_state(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in OURS}
-
-
-OURS = ("saved", "form", "first")
-"""What `QuantisedInput` adds to a linear."""
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """As autocast does it: fp64 is left alone."""
-    return x if x.dtype == torch.float64 else x.to(dtype)
 
 
 class ActivationBackend(Backend):
@@ -183,11 +136,9 @@ class ActivationBackend(Backend):
         self, model: nn.Module, units: Sequence[Unit], *, bits_low: int = 4, bits_recovery: int = 8, format: str = "float"
     ) -> None:
         self.low, self.recovery = check_bits(bits_low, bits_recovery, format)
-        if getattr(base_model(model), "is_loaded_in_8bit", False):
-            raise SetupError(
-                "backend='activation' over an 8-bit base: bitsandbytes keeps each product's input itself, whatever is "
-                "quantised beside it. Load the base in BF16, or use backend='int8'"
-            )
+        refuse_8bit(
+            self.name, model, "bitsandbytes keeps each product's input itself, whatever is quantised beside it"
+        )
         if any(getattr(m, "gradient_checkpointing", False) for m in unwrap(model).modules()):
             raise SetupError(
                 "backend='activation' with gradient checkpointing: checkpointing keeps no activation between forward and "
@@ -197,7 +148,7 @@ class ActivationBackend(Backend):
         missing = [unit.name for unit, modules in zip(units, self._modules, strict=True) if not modules]
         if missing:
             raise SetupError(f"backend='activation': no trainable nn.Linear in {', '.join(missing[:3])}")
-        self._refuse_unswitchable(units)
+        refuse_unswitchable(self.name, units, self._modules)
         self._saved = Saved(self.low)
         self._plain = False
         self._active = np.zeros(len(units), dtype=bool)
@@ -210,24 +161,9 @@ class ActivationBackend(Backend):
         self._figures = (0, 0, 0)
         for modules in self._modules:
             for module in modules:
-                module.__class__ = QuantisedInput
-                module.saved, module.form, module.first = self._saved, self.low, module is self._modules[0][0]
-
-    def _refuse_unswitchable(self, units: Sequence[Unit]) -> None:
-        owner: dict[int, str] = {}
-        for unit, modules in zip(units, self._modules, strict=True):
-            for module in modules:
-                if "forward" in module.__dict__:
-                    raise SetupError(
-                        f"backend='activation': a projection in {unit.name} has a forward of its own (accelerate's hooks of "
-                        "device_map or offloading, or a patch), which would go past the quantisation. Load without it"
-                    )
-                if id(module) in owner:
-                    raise SetupError(
-                        f"backend='activation': {unit.name} and {owner[id(module)]} are one module, which cannot be on two "
-                        "paths. Use layers of their own"
-                    )
-                owner[id(module)] = unit.name
+                lend(
+                    module, QuantisedInput, saved=self._saved, form=self.low, first=module is self._modules[0][0]
+                )
 
     def _per_token(self, form: Format | None) -> np.ndarray:
         sizes = []
@@ -257,8 +193,7 @@ class ActivationBackend(Backend):
         for modules in self._modules:
             for module in modules:
                 if type(module) is QuantisedInput and module.saved is self._saved:  # and not another session's
-                    module.__class__ = nn.Linear  # type: ignore[assignment]
-                    del module.saved, module.form, module.first
+                    make_plain(module)
         self._saved.forget()
 
     def recovery_bytes(self, active: Bools) -> int:

@@ -1,6 +1,6 @@
 """Number formats below 16 bits: rounding onto a format's grid, and codes that take as many bits as they say.
 
-Two kinds, both scaled by the caller (a token's largest magnitude onto the largest number of the format):
+Two kinds, both scaled so that the largest magnitude of a token, a tensor or a block is the largest number of the format:
 
 * `FloatFormat`: sign, exponent, mantissa, no infinities: E2M1 (4 bits), E3M2 (6), E4M3 and E5M2 (8).
 * `IntFormat`: symmetric integers of 2 to 8 bits, the most negative code unused.
@@ -15,6 +15,7 @@ processor's own rounding.  Four passes over the data (mask, lower bound, add, su
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -106,6 +107,7 @@ E5M2 = FloatFormat("e5m2", 5, 2, 57344.0)
 FLOATS = {4: E2M1, 6: E3M2, 8: E4M3}
 """The float format of so many bits."""
 KINDS = ("float", "int")
+SCALINGS = ("token", "tensor", "block")
 
 
 def format_of(key: str, kind: str, bits: int) -> Format | None:
@@ -142,22 +144,68 @@ def row_scale(x: Tensor, form: Format) -> Tensor:
     return torch.maximum(high, low.neg_()).float().div_(form.largest).clamp_(min=TINY)
 
 
+def tensor_scale(x: Tensor, form: Format) -> Tensor:
+    """One scale for all of `x`, as `row_scale` has it; fp32, no dimension."""
+    if x.numel() == 0:
+        return torch.full((), TINY, device=x.device)
+    return torch.maximum(x.amax(), x.amin().neg_()).float().div_(form.largest).clamp_(min=TINY)
+
+
 def quantise_rows(x: Tensor, form: Format) -> Tensor:
     """`x` (rows, n) quantised and dequantised row by row, in its own dtype."""
     y, scale = _scaled(x, form)
     return form.round_(y).mul_(scale).to(x.dtype)
 
 
-def _scaled(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    """x / its row scale in fp32, in memory of its own, and the scale."""
+def quantise(x: Tensor, form: Format, scaling: str = "token", block: int = 128) -> Tensor:
+    """`x` quantised and dequantised, in its own dtype and shape.
+
+    Args:
+        x: (..., n), any floating dtype; not changed.
+        form: the format.
+        scaling: what shares a scale: "token" (a row), "tensor", or "block" (`block` neighbours of a row, the last block of a
+            row shorter where n is no multiple).
+        block: numbers a block.
+
+    Raises:
+        ConfigError: another scaling, or a block below 1.
+    """
+    if scaling not in SCALINGS:
+        raise ConfigError(f"scaling={scaling!r}: one of {', '.join(map(repr, SCALINGS))} is allowed")
+    if block < 1:
+        raise ConfigError(f"block={block!r}: 1 and above is allowed")
+    if x.numel() == 0:
+        return x.clone()
+    columns = x.shape[-1]
+    rows = x.reshape(-1, columns)
+    if scaling == "tensor":
+        y, scale = on_grid(x, form)
+        return y.mul_(scale).to(x.dtype)
+    if scaling == "block":
+        left = -columns % block
+        padded = torch.nn.functional.pad(rows, (0, left)) if left else rows
+        return quantise_rows(padded.reshape(-1, block), form).view(-1, columns + left)[:, :columns].reshape(x.shape)
+    return quantise_rows(rows, form).view(x.shape)
+
+
+def on_grid(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
+    """Numbers of the format's grid, fp32, and the one scale (no dimension) that takes them back to `x`."""
+    y, scale = _scaled(x, form, tensor_scale)
+    return form.round_(y), scale
+
+
+def _scaled(
+    x: Tensor, form: Format, scale_of: Callable[[Tensor, Format], Tensor] = row_scale
+) -> tuple[Tensor, Tensor]:
+    """x / its scale in fp32, in memory of its own, and the scale."""
     if x.dtype == torch.float64:
-        scale = row_scale(x, form)
+        scale = scale_of(x, form)
         return (x / scale).float(), scale
     if x.dtype == torch.float32:
-        scale = row_scale(x, form)
+        scale = scale_of(x, form)
         return torch.mul(x, scale.reciprocal()), scale
     y = x.float()  # first: extremes of 16-bit numbers are several times as slow on a CPU
-    scale = row_scale(y, form)
+    scale = scale_of(y, form)
     return y.mul_(scale.reciprocal()), scale
 
 

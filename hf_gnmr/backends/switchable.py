@@ -22,6 +22,7 @@ from bitsandbytes.autograd._functions import MatMul8bitLt
 from torch import Tensor, nn
 
 from ..config import SetupError
+from . import linears
 from .product import Product
 
 
@@ -138,9 +139,10 @@ def _rebind(module: Any) -> None:
 
 
 def restore_plain(model: nn.Module) -> None:
-    """Make every module of `model` a plain `Linear8bitLt` again, as the end of training does.
+    """Make every module of `model` plain again (a `Linear8bitLt`, an `nn.Linear`), as the end of training does.
 
     Only needed where training was broken off (an exception, an interrupt) and the model is used without another run.
     """
     for module in model.modules():
         make_plain(module)
+        linears.make_plain(module)

@@ -1,0 +1,134 @@
+"""What backends over plain linears share: modules that are switched by a change of class, and inputs that modules share.
+
+A module becomes switchable by a change of its class and plain again by changing it back: parameters, names, hooks and
+state dicts stay what they were.  A copy of one, or a model that is pickled in mid-training, has plain modules: it is under
+nobody's control.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..config import SetupError
+from ..units import Unit, base_model
+
+
+class Switched:
+    """Mixin of the classes that a module is lent."""
+
+    plain: ClassVar[type[nn.Module]] = nn.Linear
+    """The class it had."""
+    ours: ClassVar[tuple[str, ...]] = ()
+    """Attributes that it was lent."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        twin = self.plain.__new__(self.plain)
+        memo[id(self)] = twin
+        twin.__dict__ = copy.deepcopy(self._plain_state(), memo)
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.plain.__new__, (self.plain,), self._plain_state()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return self.__reduce__()
+
+    def _plain_state(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in self.ours}
+
+
+def plain_class(module: Any) -> Any:
+    """The class of a module, past one that it was lent."""
+    return module.plain if isinstance(module, Switched) else type(module)
+
+
+def lend(module: Any, cls: type, **attributes: Any) -> None:
+    """Give a module another class (a `Switched`) and that class's attributes; whoever lent it one before has lost it."""
+    make_plain(module)
+    module.__class__ = cls
+    module.__dict__.update(attributes)  # past nn.Module.__setattr__: none of them is a parameter or a submodule
+
+
+def make_plain(module: Any) -> None:
+    """Take class and attributes back; any module is allowed, most are left alone."""
+    if isinstance(module, Switched):
+        plain, ours = module.plain, module.ours
+        module.__class__ = plain  # type: ignore[assignment]
+        for name in ours:
+            module.__dict__.pop(name, None)
+
+
+def refuse_unswitchable(backend: str, units: Sequence[Unit], modules: Sequence[Iterable[Any]]) -> None:
+    """Raise SetupError for modules that a change of class would not reach, or that two units share."""
+    owner: dict[int, str] = {}
+    for unit, of_unit in zip(units, modules, strict=True):
+        for module in of_unit:
+            if "forward" in module.__dict__:
+                raise SetupError(
+                    f"backend={backend!r}: a projection in {unit.name} has a forward of its own (accelerate's hooks of "
+                    "device_map or offloading, or a patch), which would go past the quantisation. Load without it"
+                )
+            if id(module) in owner:
+                raise SetupError(
+                    f"backend={backend!r}: {unit.name} and {owner[id(module)]} are one module, which cannot be on two "
+                    "paths. Use layers of their own"
+                )
+            owner[id(module)] = unit.name
+
+
+def refuse_8bit(backend: str, model: nn.Module, why: str) -> None:
+    """Raise SetupError over a base in bitsandbytes' 8 bits."""
+    if getattr(base_model(model), "is_loaded_in_8bit", False):
+        raise SetupError(f"backend={backend!r} over an 8-bit base: {why}. Load the base in BF16, or use backend='int8'")
+
+
+def as_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands in the dtype that autocast would multiply them in; as they are where it is off (fp64 always)."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+
+    def cast(t: Tensor) -> Tensor:
+        return t if t.dtype == torch.float64 else t.to(dtype)
+
+    return cast(x), cast(weight), None if bias is None else cast(bias)
+
+
+class Latest:
+    """What was made of the latest input, so that projections that read the same one (q, k, v; gate, up) share it."""
+
+    def __init__(self) -> None:
+        self._input: StorageWeakRef | None = None
+        self._key: tuple[Any, ...] = ()
+        self._made: dict[str, Any] = {}
+
+    def is_new(self, given: Tensor, dtype: torch.dtype) -> bool:
+        """Note `given`, to be multiplied in `dtype`; whether it is another input than the last one."""
+        # The same numbers: by storage and version, since hooks hand each module a view of its own of one input.
+        storage = StorageWeakRef(given.untyped_storage())
+        key = (given.storage_offset(), given.shape, given.stride(), given.dtype, given._version, dtype)
+        if self._input is None or self._input.expired() or self._input != storage or self._key != key:
+            self._input, self._key, self._made = storage, key, {}
+            return True
+        return False
+
+    def get(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` makes of it, made once under a name."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
+
+    def has(self, name: str) -> bool:
+        """Whether it was made already."""
+        return name in self._made
+
+    def forget(self) -> None:
+        """Let go (a backward's own references keep what it needs)."""
+        self._input, self._made = None, {}
