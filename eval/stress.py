@@ -1,15 +1,20 @@
-"""The activation stress as a grid: triggers x thresholds x maxO x formats x seeds, resumable, and the tables of it.
+"""Low-precision pre-training as a grid: triggers x thresholds x maxO x formats x seeds, resumable, and the tables of it.
 
     python eval/stress.py recipes/activation_small.yaml [section.key=value ...] --out runs/stress --seeds 1 2 3 \\
         --formats int:2:8 --arms none all gnmr:1.5:1.3 random:1.5:1.3 gsnr jacobian static
+    python eval/stress.py recipes/lowbit_small.yaml --out runs/blocks --formats lowbit:4:8 --max-o 1 2 \\
+        --arms none all exact gnmr:1.5-1.1:1.5 random:1.5-1.1:1.5
 
-An arm is a trigger: `none`, `all`, `exact` (16 bits), `gsnr`, `jacobian`, `static`, `gnmr:ALPHA:BETA`, and two controls:
-`random:ALPHA:BETA`, which draws as many units as the GNMR run of those thresholds, that seed and that maxO lifted in the
-mean, and `random:RATIO`, which draws that share of the units (for triggers that always fill maxO).  A format is
-KIND:LOW:RECOVERY in bits.  Runs of one seed start from the same weights and see the same data in the same order, so
-differences are taken seed by seed; their standard errors are those of the paired differences.  A finished run is not run
-again.  `--workers 2` runs two single-thread trainings side by side; step times are not taken from them but, with `--times`,
-in one process, alternating the arms.
+An arm is a trigger: `none`, `all`, `exact` (nothing quantised), `gsnr`, `jacobian`, `static`, `gnmr:ALPHA:BETA`, and two
+controls: `random:ALPHA:BETA`, which draws as many units as the GNMR run of those thresholds, that seed and that maxO lifted
+in the mean, and `random:RATIO`, which draws that share of the units (for triggers that always fill maxO).  ALPHA is a
+constant, or INIT-ALPHA for the recipe's two stages; BETA may be `off`.  A format is KIND:LOW:RECOVERY in bits: `float` and
+`int` are saved activations, `lowbit` and `fp8` products (`fp8:8:16`).
+
+Runs of one seed start from the same weights and see the same data in the same order, so differences are taken seed by
+seed; their standard errors are those of the paired differences.  A finished run is not run again.  `--workers 2` runs two
+single-thread trainings side by side; step times are not taken from them but, with `--times`, in one process, alternating
+the arms.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import shutil
 import statistics
 import sys
@@ -39,17 +45,29 @@ FREE_OF_MAX_O = ("none", "all", "exact", "static")
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One way to choose units; `alpha` without `beta` is a promotion ratio."""
+    """One way to choose units."""
 
     trigger: str
-    alpha: float | None = None
-    beta: float | None = None
+    thresholds: tuple[str, str] | None = None
+    """ALPHA and BETA as they were given."""
+    ratio: float | None = None
 
     @property
     def label(self) -> str:
-        if self.alpha is None:
-            return self.trigger
-        return f"{self.trigger} {self.alpha:g}" + ("" if self.beta is None else f"/{self.beta:g}")
+        if self.thresholds is not None:
+            return f"{self.trigger} {'/'.join(self.thresholds)}"
+        return self.trigger if self.ratio is None else f"{self.trigger} {self.ratio:g}"
+
+    def overrides(self) -> list[str]:
+        """The thresholds in a recipe's words."""
+        if self.thresholds is None:
+            return []
+        alpha, beta = self.thresholds
+        init, dash, final = alpha.partition("-")
+        stages = [f"gnmr.alpha_init={init}", f"gnmr.alpha={final}"] if dash else [f"gnmr.alpha={alpha}"]
+        # A recipe that has two stages has one here, where one is asked for.
+        stages += [] if dash else ["gnmr.alpha_init_fraction=0.0"]
+        return [*stages, f"gnmr.beta={'null' if beta == 'off' else beta}"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,11 +132,19 @@ def grid(options: argparse.Namespace) -> list[Job]:
             raise ConfigError(
                 f"--arms {text}: {', '.join(TRIGGERS)}, exact; gnmr with :ALPHA:BETA, random with that or :RATIO"
             )
-        arms.append(Arm(name, *map(float, thresholds)))
+        try:
+            numbers = [float(part) for t in thresholds if t != "off" for part in t.split("-")]
+        except ValueError:
+            raise ConfigError(f"--arms {text}: numbers, INIT-ALPHA or off are allowed") from None
+        if len(thresholds) == 1:
+            arms.append(Arm(name, ratio=numbers[0]))
+        else:
+            arms.append(Arm(name, (thresholds[0], thresholds[1]) if thresholds else None))
     arms.sort(key=lambda arm: arm.trigger == "random")
     for arm in arms:
-        if arm.trigger == "random" and arm.beta is not None and Arm("gnmr", arm.alpha, arm.beta) not in arms:
-            raise ConfigError(f"--arms random:{arm.alpha:g}:{arm.beta:g} needs gnmr:{arm.alpha:g}:{arm.beta:g}")
+        if arm.trigger == "random" and arm.thresholds and Arm("gnmr", arm.thresholds) not in arms:
+            at = ":".join(arm.thresholds)
+            raise ConfigError(f"--arms random:{at} needs gnmr:{at}")
     jobs = []
     for seed, form, arm in itertools.product(options.seeds, options.formats, arms):
         for max_o in [None] if arm.trigger in FREE_OF_MAX_O or options.max_o is None else options.max_o:
@@ -128,27 +154,22 @@ def grid(options: argparse.Namespace) -> list[Job]:
 
 def overrides_of(job: Job, options: argparse.Namespace) -> list[str]:
     """What a job changes in the recipe."""
-    try:
-        kind, low, recovery = job.form.split(":")
-    except ValueError:
-        kind, low, recovery = job.form, "", ""
     arm = job.arm
     changes = [
         *options.overrides, f"training.output_dir={options.out / job.name}", f"training.seed={job.seed}", "run.resume=false",
-        f"backend.format={kind}", f"backend.bits_low={low}", f"backend.bits_recovery={recovery}",
+        *format_overrides(job.form),
         "training.disable_tqdm=true", f"trigger.name={'none' if arm.trigger == 'exact' else arm.trigger}",
     ]
     if arm.trigger == "exact":  # the plain model: nothing is switched, norms are traced
         changes = [c for c in changes if not c.startswith(("backend.", "trigger."))] + ["backend.name=none"]
-    if arm.beta is not None:
-        changes += [f"gnmr.alpha={arm.alpha}", f"gnmr.beta={arm.beta}"]
+    changes += arm.overrides()
     if job.max_o is not None:
         changes.append(f"gnmr.max_o={job.max_o}")
     if arm.trigger == "random":
         changes.append(f"trigger.seed={job.seed}")
         twin = _twin(job)
         changes.append(
-            f"trigger.promotion_ratio={arm.alpha}" if twin is None
+            f"trigger.promotion_ratio={arm.ratio}" if twin is None
             else f"trigger.trace={options.out / twin.name / 'trace.jsonl'}"
         )
     if arm.trigger == "static" and not any(o.startswith("trigger.warmup") for o in options.overrides):
@@ -156,6 +177,23 @@ def overrides_of(job: Job, options: argparse.Namespace) -> list[str]:
     if arm.trigger != "static":
         changes = [c for c in changes if not c.startswith(("trigger.warmup", "trigger.share"))]
     return changes
+
+
+def format_overrides(form: str) -> list[str]:
+    """A format in a recipe's words.
+
+    Raises:
+        ConfigError: not KIND:LOW:RECOVERY.
+    """
+    from hf_gnmr.config import ConfigError
+
+    kind, *bits = form.split(":")
+    if len(bits) != 2 or kind not in ("float", "int", "lowbit", "fp8") or (kind == "fp8" and bits != ["8", "16"]):
+        raise ConfigError(f"--formats {form}: float, int or lowbit, with :LOW:RECOVERY in bits, or fp8:8:16, is allowed")
+    if kind == "fp8":
+        return ["backend.name=fp8"]
+    given = [f"backend.bits_low={bits[0]}", f"backend.bits_recovery={bits[1]}"]
+    return [*given, "backend.name=lowbit"] if kind == "lowbit" else [*given, f"backend.format={kind}"]
 
 
 def check(options: argparse.Namespace, jobs: list[Job]) -> None:
@@ -202,9 +240,9 @@ def run_all(options: argparse.Namespace, jobs: list[Job]) -> None:
 
 def _twin(job: Job) -> Job | None:
     """The run that a control needs the trace of."""
-    if job.arm.trigger != "random" or job.arm.beta is None:
+    if job.arm.trigger != "random" or job.arm.thresholds is None:
         return None
-    return dataclasses.replace(job, arm=Arm("gnmr", job.arm.alpha, job.arm.beta))
+    return dataclasses.replace(job, arm=Arm("gnmr", job.arm.thresholds))
 
 
 def run(recipe_name: str, overrides: list[str], folder: Path) -> dict:
@@ -256,11 +294,11 @@ def read(options: argparse.Namespace, job: Job) -> dict | None:
 
 
 def lifted_kinds(folder: Path) -> dict[str, float]:
-    """Shares of the lifted (unit, step) pairs by kind of projection, the largest first; empty: nothing was lifted."""
+    """Shares of the lifted (unit, step) pairs, the largest first: by kind of projection, by number of layer or expert."""
     from hf_gnmr.trace import read_trace
 
     trace = read_trace(folder / "trace.jsonl")
-    kinds = [unit["name"].rpartition(".")[2] for unit in trace.header["units"]]
+    kinds = [re.sub(r".*?(\w+(?:\.\d+)?)$", r"\1", unit["name"]) for unit in trace.header["units"]]
     counts = Counter(kinds[unit] for line in trace.steps for unit in line["active"])
     return {kind: count / counts.total() for kind, count in counts.most_common()}
 
@@ -279,7 +317,7 @@ def rows_of(runs: dict[Job, dict]) -> list[dict]:
     for (form, max_o, arm), by_seed in cells.items():
         ours = losses(form, max_o, arm)
         low, high = losses(form, None, Arm("none")), losses(form, None, Arm("all"))
-        control = losses(form, max_o, Arm("random", arm.alpha, arm.beta)) if arm.trigger == "gnmr" else {}
+        control = losses(form, max_o, Arm("random", arm.thresholds)) if arm.trigger == "gnmr" else {}
         finite = [loss for loss in ours.values() if math.isfinite(loss)]
 
         def mean(key: str, by_seed: dict = by_seed) -> float | None:
@@ -383,8 +421,7 @@ def step_times(options: argparse.Namespace) -> dict[str, dict]:
     from hf_gnmr.triggers import TRIGGERS
 
     torch.set_num_threads(1)
-    kind, low, recovery = options.formats[0].split(":")
-    recipe = load_recipe(find_recipe(options.recipe), options.overrides)
+    recipe = load_recipe(find_recipe(options.recipe), [*options.overrides, *format_overrides(options.formats[0])])
     tokenizer = scratch_tokenizer(recipe.model)
     model = build_from_scratch(recipe.model, 0).train()
     model.config.use_cache = False
@@ -422,8 +459,8 @@ def step_times(options: argparse.Namespace) -> dict[str, dict]:
                 before = _resident_peak(reset=True)
                 if side != "plain":
                     session = GNMRSession(
-                        model, recipe.gnmr, total_steps=1000, backend="activation", trigger=side, unit=recipe.backend.unit,
-                        trigger_options=more.get(side, {}), bits_low=int(low), bits_recovery=int(recovery), format=kind,
+                        model, recipe.gnmr, total_steps=1000, trigger=side, trigger_options=more.get(side, {}),
+                        **recipe.backend.options(),
                     )
                 steps = [one(side, 4 * round_ + i, session) for i in range(4)]
                 seconds[side] = min(steps[1:])

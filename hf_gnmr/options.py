@@ -18,6 +18,7 @@ from .backends.lowbit import products_of
 from .backends.switchable import restore_plain
 from .checks import refuse_partitioned_gradients
 from .config import ConfigError, GNMRConfig, parse_bytes
+from .sections import OF_BACKEND
 from .triggers import check_trigger
 from .units import FINDERS, Unit
 
@@ -25,13 +26,6 @@ UNITS = {
     "activation": ("projection", "layer"), "fp8": ("layer", "experts", "expert"), "lowbit": ("layer", "experts", "expert"),
 }
 """Kinds of unit that a backend has, its default first; the others' units are decoder layers."""
-OF_BACKEND = {
-    "int8": ("recovery", "recovery_source", "pin_memory", "eval_path"),
-    "activation": ("bits_low", "bits_recovery", "format", "unit"),
-    "fp8": ("emulate", "eval_path", "unit"),
-    "lowbit": ("bits_low", "bits_recovery", "eval_path", "unit"),
-}
-"""Options that not every backend has."""
 NOT_ITS_OWN = ("unit",)
 """Of those, what the backend itself is not given."""
 

@@ -1,8 +1,10 @@
 """Recipes: one YAML file a run, plus ``section.key=value`` overrides, checked before anything is loaded.
 
 A recipe has the sections below.  `training` takes the fields of transformers' `TrainingArguments` and `gnmr` those of
-`GNMRConfig`, by their own names.  Every value is brought to the type of its field (``2e-5`` is a number here, which YAML
-1.1 does not think) or refused, naming key, value and what is allowed; unknown keys are refused with the nearest known one.
+`GNMRConfig`, by their own names.  A recipe may extend another (`extends:`), and overrides go over both; either may name
+another backend, which takes the options of the old one away.  Every value is brought to the type of its field (``2e-5`` is
+a number here, which YAML 1.1 does not think) or refused, naming key, value and what is allowed; unknown keys are refused
+with the nearest known one.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from .config import ConfigError, GNMRConfig
 from .sections import (
+    OF_BACKEND,
     BackendSection,
     DataSection,
     LoraSection,
@@ -90,6 +93,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | tuple[str, 
         RecipeError: naming key, value and what is allowed.
     """
     raw = _read(Path(path))
+    changes: dict[str, dict[str, Any]] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
         section, dot, name = key.partition(".")
@@ -99,9 +103,11 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | tuple[str, 
         try:
             if raw.get(section) is False:
                 raise RecipeError(f"override {override!r}: the recipe says {section}: false")
-            raw.setdefault(section, {})[name] = yaml.load(text, Loader=Yaml12)  # noqa: S506 (a SafeLoader)
+            changes.setdefault(section, {})[name] = yaml.load(text, Loader=Yaml12)  # noqa: S506 (a SafeLoader)
         except yaml.YAMLError as error:
             raise RecipeError(f"override {override!r}: the value is not YAML ({error})") from error
+    for section, values in changes.items():
+        raw[section] = _over(section, raw.get(section, {}), values)
     training = check_training(raw.get("training", {}))
     training.setdefault("output_dir", os.path.join("runs", Path(path).stem))
     sections: dict[str, Any] = {"training": training}
@@ -146,8 +152,17 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
         if not isinstance(values, dict):
             raise RecipeError(f"{section}={values!r}: a section holds key: value lines")
         below_it = base.get(section)
-        base[section] = {**(below_it if isinstance(below_it, dict) else {}), **values}
+        base[section] = _over(section, below_it if isinstance(below_it, dict) else {}, values)
     return base
+
+
+def _over(section: str, below: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """`values` over those of a recipe below; where they name another backend, the options that it does not have go."""
+    if section == "backend" and "name" in values and values["name"] != below.get("name", BackendSection.name):
+        its_own = OF_BACKEND.get(str(values["name"]), ())
+        others = {option for names in OF_BACKEND.values() for option in names if option not in its_own}
+        below = {key: value for key, value in below.items() if key not in others}
+    return {**below, **values}
 
 
 def _fits_together(recipe: Recipe) -> None:

@@ -89,6 +89,15 @@ class DataSection:
     """Exact match compares what follows this marker (the whole answer where the reference has none)."""
 
 
+OF_BACKEND = {
+    "int8": ("recovery", "recovery_source", "pin_memory", "eval_path"),
+    "activation": ("bits_low", "bits_recovery", "format", "unit"),
+    "fp8": ("emulate", "eval_path", "unit"),
+    "lowbit": ("bits_low", "bits_recovery", "eval_path", "unit"),
+}
+"""Options that not every backend has."""
+
+
 @dataclass
 class BackendSection:
     """What is switched."""

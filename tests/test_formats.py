@@ -20,6 +20,7 @@ from hf_gnmr.backends.formats import (
     format_of,
     pack,
     packed_bytes,
+    quantise,
     quantise_rows,
     row_scale,
     unpack,
@@ -146,3 +147,36 @@ def test_what_does_not_exist_is_refused():
     for kind, bits in (("float", 5), ("float", 2), ("int", 1), ("int", 9), ("int", 4.0), ("int", True), ("fp", 4)):
         with pytest.raises(ConfigError, match=r"format|bits_low"):
             format_of("bits_low", kind, bits)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda f: f.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scaling", ["token", "tensor", "block"])
+def test_scalings(form, dtype, scaling):
+    generator = torch.Generator().manual_seed(2)
+    x = (torch.randn(3, 5, 37, generator=generator) * torch.logspace(-6, 6, 5)[:, None]).to(dtype)
+    x[0, 1] = 0
+    before = x.clone()
+    got = quantise(x, form, scaling, block=16)
+    assert got.shape == x.shape and got.dtype == dtype and torch.equal(x, before)
+    expected = torch.empty_like(x)
+    if scaling == "tensor":
+        scale = x.float().abs().max() / form.largest
+        expected = (form.round_(x.float() * scale.reciprocal()) * scale).to(dtype)
+    else:
+        parts = [(0, 37)] if scaling == "token" else [(0, 16), (16, 32), (32, 37)]
+        for low, high in parts:
+            expected[..., low:high] = quantise_rows(x[..., low:high].reshape(15, -1), form).view(3, 5, -1)
+    assert torch.equal(got, expected)
+    assert torch.all(got[0, 1] == 0)
+    x[2, 3, 30] = torch.nan
+    bad = ~torch.isfinite(quantise(x, form, scaling, block=16))
+    where = {"token": bad[2, 3].all() and bad.sum() == 37, "tensor": bad.all(), "block": bad.sum() == 16}
+    assert where[scaling] or (scaling == "block" and bad[2, 3, 16:32].all()), "what shares a scale with it, and nothing else"
+
+
+def test_scalings_that_are_not_allowed():
+    for options, message in (({"scaling": "row"}, "scaling='row'"), ({"scaling": "block", "block": 0}, "block=0")):
+        with pytest.raises(ConfigError, match=message):
+            quantise(torch.ones(2, 2), E2M1, **options)
+    assert quantise(torch.ones(0, 4), E2M1, "tensor").shape == (0, 4)

@@ -83,7 +83,9 @@ def test_a_grid_of_twenty_steps(tmp_path):
     [
         (["--arms", "gnmr"], "--arms gnmr:"), (["--arms", "mean"], "--arms mean"),
         (["--arms", "random:1.5:1.3"], "needs gnmr:1.5:1.3"), (["--formats", "int:1:8"], "bits_low=1"),
-        (["--formats", "int"], "backend.bits_low"), (["--arms", "gsnr", "--max-o", "-1"], "max_o=-1"),
+        (["--formats", "int"], "--formats int"), (["--formats", "lowbit:5:8"], "bits_low=5"),
+        (["--formats", "fp8:8:8"], "--formats fp8:8:8"), (["--arms", "gnmr:x:1.3"], "--arms gnmr:x:1.3"),
+        (["--arms", "gsnr", "--max-o", "-1"], "max_o=-1"),
     ],
 )
 def test_what_is_wrong_is_told_before_anything_runs(tmp_path, capsys, monkeypatch, arguments, message):

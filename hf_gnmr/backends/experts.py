@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..config import SetupError
+from ..units import PEFT_INFIX
 from .linears import Latest, Switched
 from .paths import UnitPaths
 
@@ -61,7 +62,7 @@ def refuse_unhandled(backend: str, name: str, module: Any) -> None:
             f"backend={backend!r}: {name} ({type(module).__name__}) keeps its weights transposed and multiplies without "
             "F.linear, which is not handled. Use a model of another class, or backend='none'"
         )
-    if hasattr(module, "base_layer") or hasattr(module, "parametrizations"):
+    if name.endswith(PEFT_INFIX) or hasattr(module, "parametrizations"):
         raise SetupError(
             f"backend={backend!r}: {name} has adapters on fused experts, which are not handled. Take the experts out of "
             "target_modules and target_parameters"

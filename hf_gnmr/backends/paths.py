@@ -83,8 +83,9 @@ class LowPrecision(Backend):
             if not inside and not linears[unit.index]:
                 raise SetupError(f"backend={self.name!r}: no nn.Linear and no fused experts in {unit.name}")
         first = [[] if unit.part else [m for m, of in fused.items() if of[0] == unit.index] for unit in units]
+        names = {module: name for name, module in model.named_modules()}
         for experts in fused:
-            refuse_unhandled(self.name, units[fused[experts][0]].name, experts)
+            refuse_unhandled(self.name, names[experts], experts)
         refuse_unswitchable(self.name, units, [[*a, *b] for a, b in zip(linears, first, strict=True)])
 
         self.paths = [UnitPaths() for _ in units]
