@@ -71,15 +71,16 @@ def test_small_siblings_train(name, tmp_path, capsys):
 
 
 def test_all_is_the_plain_training_bit_for_bit(tmp_path):
+    same_model = f"model.architecture={load_recipe(find_recipe('fp8_small')).model.architecture}"
     runs = {
         "plain": ["fp8_small", "backend.name=none"], "lifted": ["fp8_small", "trigger.name=all"],
-        "fp8": ["fp8_small", "trigger.name=none"],
-        "lowbit": ["lowbit_small", "trigger.name=all", f"model.architecture={load_recipe(find_recipe('fp8_small')).model.architecture}"],
+        "fp8": ["fp8_small", "trigger.name=none"], "lowbit": ["lowbit_small", "trigger.name=all", same_model],
     }
     found = {}
     for name, arguments in runs.items():
         assert train([arguments[0], *FEW, *arguments[1:], f"training.output_dir={tmp_path / name}"]) == 0
-        found[name] = [line["loss"] for line in trace_lines(tmp_path / name)[1]], load_file(tmp_path / name / "model.safetensors")
+        losses = [line["loss"] for line in trace_lines(tmp_path / name)[1]]
+        found[name] = losses, load_file(tmp_path / name / "model.safetensors")
     for a, b in (("plain", "lifted"), ("fp8", "lowbit")):
         assert found[a][0] == found[b][0]
         assert all(torch.equal(found[a][1][key], found[b][1][key]) for key in found[a][1])

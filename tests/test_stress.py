@@ -13,6 +13,7 @@ import sys
 import pytest
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(REPOSITORY / "eval"))
 spec = importlib.util.spec_from_file_location("stress", REPOSITORY / "eval" / "stress.py")
 stress = importlib.util.module_from_spec(spec)
 sys.modules["stress"] = stress
@@ -57,7 +58,9 @@ def test_a_grid_of_twenty_steps(tmp_path):
     assert [rows[arm]["promotion_ratio"] for arm in ("none", "all", "exact")] == [0, 1, None]
     assert rows["gsnr"]["trigger_bytes"] > 0 == rows["jacobian"]["trigger_bytes"]
     assert rows["none"]["peak_saved_bytes"] < row["peak_saved_bytes"] < rows["all"]["peak_saved_bytes"]
-    assert set(table["step_times"]) == {"plain", "gnmr", "none", "all", "gsnr", "jacobian", "static", "random"}
+    assert set(table["step_times"]) == {
+        "plain", "fixed", "gnmr", "none", "all", "gsnr", "jacobian", "static", "random", "none, against fixed",
+    }
     assert "| int:2:8 | 2 | gnmr 1.5/1.3 | 2 |" in done.stdout and (out / "stress.md").read_text().strip() in done.stdout
     seeds = [json.loads((out / f"int-2-8_maxo2_random-1.5-1.3_seed{s}" / "trace.jsonl").read_text().splitlines()[0])
              for s in (1, 2)]

@@ -1,0 +1,234 @@
+"""The tables of a grid of runs (`stress.py`): differences paired by seed, gaps closed, what the controller did."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import statistics
+
+import numpy as np
+
+FREE_OF_MAX_O = ("none", "all", "exact", "static")
+"""Arms that are the same whatever maxO is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One way to choose units."""
+
+    trigger: str
+    thresholds: tuple[str, str] | None = None
+    """ALPHA and BETA as they were given."""
+    ratio: float | None = None
+
+    @property
+    def label(self) -> str:
+        if self.thresholds is not None:
+            return f"{self.trigger} {'/'.join(self.thresholds)}"
+        return self.trigger if self.ratio is None else f"{self.trigger} {self.ratio:g}"
+
+    def overrides(self) -> list[str]:
+        """The thresholds in a recipe's words."""
+        if self.thresholds is None:
+            return []
+        alpha, beta = self.thresholds
+        init, dash, final = alpha.partition("-")
+        stages = [f"gnmr.alpha_init={init}", f"gnmr.alpha={final}"] if dash else [f"gnmr.alpha={alpha}"]
+        # A recipe that has two stages has one here, where one is asked for.
+        stages += [] if dash else ["gnmr.alpha_init_fraction=0.0"]
+        return [*stages, f"gnmr.beta={'null' if beta == 'off' else beta}"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One run."""
+
+    arm: Arm
+    form: str
+    max_o: int | None
+    seed: int
+
+    @property
+    def name(self) -> str:
+        parts = [self.form.replace(":", "-"), *([] if self.max_o is None else [f"maxo{self.max_o}"])]
+        return "_".join([*parts, self.arm.label.replace(" ", "-").replace("/", "-"), f"seed{self.seed}"])
+
+
+def rows_of(runs: dict[Job, dict]) -> list[dict]:
+    """One row an arm, format and maxO."""
+    cells: dict[tuple, dict[int, dict]] = {}
+    for job, figures in runs.items():
+        cells.setdefault((job.form, job.max_o, job.arm), {})[job.seed] = figures
+
+    def losses(form: str, max_o: int | None, arm: Arm) -> dict[int, float]:
+        found = cells.get((form, max_o, arm)) or cells.get((form, None, arm)) or {}
+        return {seed: float(f["eval_loss"]) for seed, f in found.items()}
+
+    rows = []
+    for (form, max_o, arm), by_seed in cells.items():
+        ours = losses(form, max_o, arm)
+        low, high = losses(form, None, Arm("none")), losses(form, None, Arm("all"))
+        control = losses(form, max_o, Arm("random", arm.thresholds)) if arm.trigger == "gnmr" else {}
+        finite = [loss for loss in ours.values() if math.isfinite(loss)]
+
+        def mean(key: str, by_seed: dict = by_seed) -> float | None:
+            values = [f[key] for f in by_seed.values() if f.get(key) is not None]
+            return statistics.mean(values) if values else None
+
+        rows.append({
+            "format": form, "max_o": max_o, "arm": arm.label, "seeds": sorted(ours), "diverged": len(ours) - len(finite),
+            "loss": statistics.mean(finite) if finite else None,
+            "loss_sd": statistics.stdev(finite) if len(finite) > 1 else None,
+            "perplexity": statistics.mean(map(_exp, finite)) if finite else None,
+            "perplexity_sd": statistics.stdev(map(_exp, finite)) if len(finite) > 1 else None,
+            "against_none": None if arm.trigger == "none" else paired(ours, low),
+            "against_all": None if arm.trigger == "all" else paired(ours, high),
+            "against_random": paired(ours, control),
+            "gap_closed": gap_closed(ours, low, high), "lifted": _mean_shares([f["lifted"] for f in by_seed.values()]),
+            "hit_max_o_rate": None if arm.trigger in FREE_OF_MAX_O else mean("hit_max_o_rate"),
+            **{key: mean(key) for key in (
+                "promotion_ratio", "gnmr_exceedance", "delta_gnmr_exceedance", "controller_share",
+                "peak_saved_bytes", "peak_recovery_bytes", "trigger_bytes", "gss_max",
+            )},
+        })
+    return rows
+
+
+def _mean_shares(shares: list[dict[str, float]]) -> dict[str, float]:
+    kinds = {kind for found in shares for kind in found}
+    means = {kind: statistics.mean(found.get(kind, 0.0) for found in shares) for kind in kinds}
+    return dict(sorted(means.items(), key=lambda item: -item[1]))
+
+
+def _exp(loss: float) -> float:
+    return math.inf if loss > 700 else math.exp(loss)
+
+
+def paired(ours: dict[int, float], theirs: dict[int, float]) -> dict | None:
+    """Difference of losses seed by seed: mean, its standard error, seeds, and the effect that would have been seen.
+
+    `detectable`: what a two-sided t test at 5% finds with 80% power: 2.8 standard errors with many seeds, 5.4 with three.
+    """
+    seeds = [s for s in ours if s in theirs and math.isfinite(ours[s]) and math.isfinite(theirs[s])]
+    differences = [ours[s] - theirs[s] for s in seeds]
+    if not differences:
+        return None
+    free = len(differences) - 1
+    error = statistics.stdev(differences) / math.sqrt(len(differences)) if free else None
+    return {
+        "mean": statistics.mean(differences), "stderr": error, "seeds": len(seeds),
+        "detectable": None if error is None else (t_quantile(0.975, free) + t_quantile(0.8, free)) * error,
+        "better": sum(d < 0 for d in differences),
+    }
+
+
+def t_quantile(p: float, free: int) -> float:
+    """Of Student's t, from its distribution function by bisection."""
+
+    def below(t: float) -> float:
+        x = np.linspace(0, t, 2001)
+        density = np.exp(math.lgamma((free + 1) / 2) - math.lgamma(free / 2)) / math.sqrt(free * math.pi)
+        return 0.5 + float(np.trapezoid(density * (1 + x * x / free) ** (-(free + 1) / 2), x))
+
+    low, high = 0.0, 1000.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if below(middle) < p else (low, middle)
+    return low
+
+
+def gap_closed(ours: dict[int, float], low: dict[int, float], high: dict[int, float]) -> dict | None:
+    """(ppl_low - ppl) / (ppl_low - ppl_recovery) of the means over seeds, with the spread of a bootstrap over seeds."""
+    seeds = [s for s in ours if s in low and s in high]
+    table = np.array([[_exp(d[s]) for d in (low, ours, high)] for s in seeds])
+    if len(seeds) == 0 or not np.isfinite(table).all():
+        return None
+
+    def share(rows: np.ndarray) -> np.ndarray:
+        means = rows.mean(axis=-2)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return (means[..., 0] - means[..., 1]) / (means[..., 0] - means[..., 2])
+
+    value = float(share(table))
+    if len(seeds) < 3:
+        return {"value": value, "low": None, "high": None}
+    drawn = np.random.default_rng(0).integers(0, len(seeds), (2000, len(seeds)))
+    below, above = np.nanquantile(share(table[drawn]), [0.025, 0.975])
+    return {"value": value, "low": float(below), "high": float(above)}
+
+
+def markdown(table: dict, options: argparse.Namespace, wanted: int) -> str:
+    """The grid's tables."""
+
+    def number(value: float | None, digits: int = 4) -> str:
+        return "–" if value is None else f"{value:.{digits}f}"
+
+    def share(value: float | None) -> str:
+        return "–" if value is None else f"{value:.2%}"
+
+    def difference(d: dict | None) -> str:
+        if d is None:
+            return "–"
+        error = "" if d["stderr"] is None else f" ± {d['stderr']:.4f}"
+        seen = "" if d["stderr"] is None else f"; {d['detectable']:.4f} detectable"
+        return f"{d['mean']:+.4f}{error} ({d['better']} of {d['seeds']} lower{seen})"
+
+    def gap(g: dict | None) -> str:
+        if g is None:
+            return "–"
+        return f"{g['value']:.0%}" + ("" if g["low"] is None else f" ({g['low']:.0%} to {g['high']:.0%})")
+
+    def table_of(columns: list[str], cells: list[list[str]]) -> list[str]:
+        return [f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *cells)]
+
+    rows = table["rows"]
+    first = [[r["format"], "recipe" if r["max_o"] is None else str(r["max_o"]), r["arm"]] for r in rows]
+    quality = [
+        [
+            f"{len(r['seeds'])}{', ' + str(r['diverged']) + ' diverged' if r['diverged'] else ''}",
+            f"{number(r['perplexity'], 3)} ({number(r['perplexity_sd'], 3)})",
+            f"{number(r['loss'])} ({number(r['loss_sd'])})",
+            *(difference(r[f"against_{name}"]) for name in ("none", "all", "random")), gap(r["gap_closed"]),
+        ]
+        for r in rows
+    ]
+    control = [
+        [
+            share(r["promotion_ratio"]), share(r["hit_max_o_rate"]), share(r["gnmr_exceedance"]),
+            share(r["delta_gnmr_exceedance"]),
+            *("–" if r[k] is None else f"{r[k]:,.0f}" for k in ("peak_saved_bytes", "peak_recovery_bytes", "trigger_bytes")),
+            share(r["controller_share"]),
+            ", ".join(f"{kind} {part:.0%}" for kind, part in list(r["lifted"].items())[:4]) or "–",
+        ]
+        for r in rows
+    ]
+    lines = table_of(
+        ["format", "maxO", "arm", "seeds", "perplexity (sd)", "loss (sd)", "loss − none", "loss − all", "loss − random",
+         "gap closed"],
+        [a + b for a, b in zip(first, quality, strict=True)],
+    )
+    lines += [
+        "", "± is the standard error of the difference paired by seed; detectable: the effect that a t test at 5% finds "
+        "with 80% power. Gap closed: (ppl none − ppl) / (ppl none − ppl all) of the means, 95% of a bootstrap over seeds.",
+        "",
+    ]
+    lines += table_of(
+        ["format", "maxO", "arm", "promotion ratio", "hit-maxO", "GNMR ≥ α", "ΔGNMR ≥ β", "saved bytes, peak", "ΔM, peak",
+         "trigger's state, bytes", "control", "lifted, by kind"],
+        [a + b for a, b in zip(first, control, strict=True)],
+    )
+    if table["step_times"]:
+        lines += [
+            "", f"Step time against the plain model ({options.formats[0]}, {options.times} rounds, one thread), median "
+            "(quartiles):", "",
+        ]
+        for side, t in table["step_times"].items():
+            grown = "" if math.isnan(t["peak_bytes"]) else f"; the process grows by {t['peak_bytes'] / 1e6:.1f} MB"
+            lines.append(f"* {side}: {t['median']:.3f} ({t['low']:.3f} to {t['high']:.3f}){grown}")
+    there = len(table["runs"])
+    if there < wanted:
+        lines += ["", f"{wanted - there} of {wanted} runs are not there yet."]
+    return "\n".join(lines)
+
+
