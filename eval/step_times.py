@@ -23,7 +23,7 @@ def step_times(recipe: Recipe, rounds: int) -> dict[str, dict]:
     """Median, quartiles and growth by side, alternating on one model and equal batches.
 
     `plain` is the model as it is; `fixed` is the low-cost path with nothing that watches or decides: against it, `none`
-    shows what control costs at an equal active set. Times are against the plain model's in the same round. Memory is what the
+    shows what control costs at an equal active set. Times are against the plain one of the same round. Memory is what the
     process grows by, at its peak, over what it holds with model and optimizer (Linux; start with
     MALLOC_MMAP_THRESHOLD_=131072, or freed blocks hide in it).
     """
