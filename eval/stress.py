@@ -73,6 +73,7 @@ def main() -> int:
         times = step_times(load_recipe(find_recipe(options.recipe), timed), options.times)
     table = {"rows": rows_of(runs), "runs": {job.name: figures for job, figures in runs.items()}, "step_times": times}
     text = markdown(table, options, len(jobs))
+    options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "stress.md").write_text(text + "\n", encoding="utf-8")
     (options.out / "stress.json").write_text(json.dumps(table, indent=1), encoding="utf-8")
     print(text)
