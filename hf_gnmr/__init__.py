@@ -1,14 +1,21 @@
 """hf_gnmr: runtime stability control for low-precision training (GNMR) under the Hugging Face Trainer."""
 
-from .backends.convert import quantize_int8
-from .backends.switchable import restore_plain
-from .callback import GNMRCallback
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .config import ConfigError, GNMRConfig, SetupError
 from .controller import Controller, Decision
-from .folder import last_checkpoint
-from .session import GNMRSession
 from .trace import read_trace
-from .trainer import GNMRTrainerMixin
+
+if TYPE_CHECKING:
+    from .backends.convert import quantize_int8
+    from .backends.switchable import restore_plain
+    from .callback import GNMRCallback
+    from .folder import last_checkpoint
+    from .session import GNMRSession
+    from .trainer import GNMRTrainerMixin
 
 __version__ = "0.1.0"
 __all__ = [
@@ -26,3 +33,20 @@ __all__ = [
     "read_trace",
     "restore_plain",
 ]
+
+_WITH_TORCH = {
+    "GNMRCallback": "callback", "GNMRSession": "session", "GNMRTrainerMixin": "trainer", "last_checkpoint": "folder",
+    "quantize_int8": "backends.convert", "restore_plain": "backends.switchable",
+}
+"""Imported when they are asked for, so that traces are read, replayed and shown without torch being loaded."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f".{_WITH_TORCH[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

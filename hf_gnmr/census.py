@@ -40,12 +40,14 @@ def trace_header(
                 "recoverable": bool(backend.recoverable[unit.index]),
                 "bytes_low": int(backend.bytes_low[unit.index]),
                 "bytes_recovery": int(backend.bytes_recovery[unit.index]),
+                "bytes_added": int(backend.bytes_added[unit.index]),
             }
             for unit in units
         ],
         "config": controller.config.to_dict(),
         "max_o": controller.max_o,
         "trigger": controller.trigger,
+        "trigger_options": dict(controller.given),
         "backend": backend.name,
         "census": census,
     }

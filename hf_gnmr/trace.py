@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -72,35 +73,60 @@ class TraceWriter:
         self._file.close()
 
 
-def read_trace(path: str | os.PathLike[str]) -> Trace:
-    """Read a trace back; floats come back exactly, "inf" and "nan" strings stay strings.
+class TraceLines:
+    """A trace's header, and its lines one at a time; floats come back exactly, "inf" and "nan" strings stay strings.
 
     Raises:
-        TraceError: no such file, no header, a foreign schema, or a broken line other than the last.
+        TraceError: no such file, no header, a foreign schema; and, while lines are read, a broken one other than the last.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise TraceError(f"{file}: no such trace")
-    lines = file.read_bytes().split(b"\n")
-    cut = lines[-1] != b""
-    records: list[dict[str, Any]] = []
-    for number, line in enumerate(lines[:-1], start=1):
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.cut = False
+        """The last line was not complete and was left out (known once all lines are read)."""
+        if not self.path.is_file():
+            raise TraceError(f"{self.path}: no such trace")
+        with self.path.open("rb") as file:
+            first = file.readline()
+        if not first.endswith(b"\n"):
+            raise TraceError(f"{self.path}: empty or cut within its header, no step can be read")
+        self.header = self._record(first, 1)
+        if self.header.get("schema") != SCHEMA:
+            raise TraceError(
+                f"{self.path}: schema {self.header.get('schema')!r}, {SCHEMA} can be read; is this a GNMR trace?"
+            )
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        with self.path.open("rb") as file:
+            file.readline()
+            for number, line in enumerate(file, start=2):
+                if not line.endswith(b"\n"):
+                    self.cut = True
+                    return
+                record = self._record(line, number)
+                if not isinstance(record.get("step"), int):
+                    raise TraceError(f"{self.path}, line {number}: no step number")
+                yield record
+
+    def _record(self, line: bytes, number: int) -> dict[str, Any]:
         try:
             record = json.loads(line)
         except ValueError as error:
-            raise TraceError(f"{file}, line {number}: not JSON ({error})") from error
+            raise TraceError(f"{self.path}, line {number}: not JSON ({error})") from error
         if not isinstance(record, dict):
-            raise TraceError(f"{file}, line {number}: not an object")
-        records.append(record)
-    if not records:
-        raise TraceError(f"{file}: empty or cut within its header, no step can be read")
-    header = records[0]
-    if header.get("schema") != SCHEMA:
-        raise TraceError(f"{file}: schema {header.get('schema')!r}, {SCHEMA} can be read; is this a GNMR trace?")
-    for number, record in enumerate(records[1:], start=2):
-        if not isinstance(record.get("step"), int):
-            raise TraceError(f"{file}, line {number}: no step number")
-    return Trace(file, header, records[1:], cut)
+            raise TraceError(f"{self.path}, line {number}: not an object")
+        return record
+
+
+def read_trace(path: str | os.PathLike[str]) -> Trace:
+    """Read a whole trace back, a dictionary a line.
+
+    Raises:
+        TraceError: see `TraceLines`.
+    """
+    lines = TraceLines(path)
+    steps = list(lines)
+    return Trace(lines.path, lines.header, steps, lines.cut)
 
 
 def plain(value: Any) -> Any:

@@ -1,0 +1,239 @@
+"""Thresholds that meet a target on a trace: ``hf-gnmr calibrate TRACE --promotion-ratio 0.01``.
+
+α and β are taken as the same upper quantile of GNMR and of ΔGNMR, so that both have an equal say; how high a quantile is
+found by replaying.  Blocks of steps all over the run are held out and show how the thresholds carry over to steps that they
+were not fitted to; the figure over tenths of the run shows how it moves in time.  Open loop, as every replay: norms would
+have differed under other choices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .config import ConfigError, parse_bytes
+from .controller import Bools
+from .metrics import exceedance
+from .replay import NOTE, Replay, mean_recovery_bytes, recorded_config, replay
+from .series import Series, read_series
+from .trace import TraceError, plain, write_text
+
+FIRST_PHASES = (0.1, 0.05, 0.025)
+"""Shares of the steps that may get an α of their own, the paper's 0.025 among them."""
+TARGETS = {
+    "promotion_ratio": "promotion ratio", "bytes_per_step": "ΔM a step, mean", "exceedance": "exceedance of α and of β",
+}
+BLOCKS = 50
+"""Blocks of steps that the run is cut into, for holding some of them out."""
+
+
+@dataclass
+class Proposal:
+    """Thresholds, and what they come to on the trace."""
+
+    target: str
+    """One of `TARGETS`."""
+    wanted: float
+    settings: dict[str, Any]
+    """Fields of `GNMRConfig`."""
+    fitted: float
+    """What the target figure is on the steps that were fitted to."""
+    held_out: float
+    """The same on the held-out steps."""
+    tenths: list[float]
+    """The same over tenths of the run, in their order."""
+    steps: tuple[int, int]
+    """How many steps were fitted to and held out."""
+
+
+def calibrate(
+    series: Series, target: str, wanted: float, *, held_out: float = 0.3, beta: bool | None = None, max_o: Any = None
+) -> Proposal:
+    """Find thresholds.
+
+    Args:
+        series: the trace.
+        target: one of `TARGETS`.
+        wanted: its value: a share, or bytes.
+        held_out: share of the steps, in blocks all over the run, that is not fitted to.
+        beta: whether Δ-GNMR is used; None: as recorded.
+        max_o: maxO; None: as recorded.
+
+    Raises:
+        ConfigError: a target that cannot be met, or a trace that does not tell enough.
+    """
+    size = len(series)
+    if not 0 < held_out < 1:
+        raise ConfigError(f"held_out={held_out!r}: a share between 0 and 1 is allowed")
+    held = held_out_steps(size, held_out)
+    fit = ~held
+    if fit.sum() < 50 or held.sum() < 20:
+        raise ConfigError(f"{size} steps, {held.sum()} held out: at least 50 to fit to and 20 held out are needed")
+    mask = series.recoverable
+    if not mask.any():
+        raise ConfigError(f"{series.path}: no recoverable unit, nothing to choose")
+    if target == "bytes_per_step" and not mean_recovery_bytes(series, np.ones_like(series.active)):
+        raise ConfigError(f"{series.path} does not tell what lifted units add, or they add nothing: use another target")
+    config = recorded_config(series)
+    with_beta = config.beta is not None if beta is None else beta
+    total = series.header.get("total_steps") or size
+    usable = series.counted & fit
+    more = {} if max_o is None else {"max_o": max_o}
+
+    def settings(quantile: float) -> dict[str, Any]:
+        b = _upper(series.delta_gnmr[usable][:, mask], quantile) if with_beta else None
+        for share in FIRST_PHASES:
+            early = usable & (series.step <= math.ceil(share * total))
+            alpha = _upper(series.gnmr[usable & ~early][:, mask], quantile)
+            reached = exceedance(series.gnmr[early][:, mask], np.full(int(early.sum()), alpha))
+            # Early norms are set against a short history, while the learning rate still grows.
+            if reached is not None and reached > 2 * quantile:
+                init = max(alpha, _upper(series.gnmr[early][:, mask], quantile))
+                return {"alpha": alpha, "beta": b, "alpha_init": init, "alpha_init_fraction": share, **more}
+        alpha = _upper(series.gnmr[usable][:, mask], quantile)
+        return {"alpha": alpha, "beta": b, "alpha_init": alpha, "alpha_init_fraction": 0.0, **more}
+
+    def run(quantile: float) -> Replay:
+        return replay(series, settings(quantile))
+
+    figure = _figure(target, series)
+    if target == "exceedance":
+        if not 0 < wanted < 1:
+            raise ConfigError(f"exceedance={wanted!r}: a share between 0 and 1 is allowed")
+        quantile = wanted
+    else:
+        quantile = _search(lambda q: figure(run(q), fit), wanted, target)
+    found = run(quantile)
+    tenth = np.minimum(np.arange(size) * 10 // size, 9)
+    return Proposal(
+        target, wanted, settings(quantile), figure(found, fit), figure(found, held),
+        [figure(found, tenth == i) for i in range(10)], (int(fit.sum()), int(held.sum())),
+    )
+
+
+def held_out_steps(size: int, share: float) -> Bools:
+    """Which of `size` lines are held out: whole blocks, spread evenly over the run."""
+    block = np.arange(size) * BLOCKS // max(size, 1)
+    return np.asarray(np.floor((block + 1) * share + 1e-9) > np.floor(block * share + 1e-9))
+
+
+def _figure(target: str, series: Series) -> Callable[[Replay, Bools], float]:
+    """The target figure of a replay over some of the lines."""
+
+    def figure(found: Replay, rows: Bools) -> float:
+        if target == "exceedance":  # of α; β's is the same share of ΔGNMR by construction
+            counted = rows & series.counted
+            return exceedance(found.gnmr[counted][:, series.recoverable], found.alpha[counted]) or 0.0
+        value = found.figures(series, rows)["promotion_ratio" if target == "promotion_ratio" else "mean_recovery_bytes"]
+        return float(value or 0.0)
+
+    return figure
+
+
+def _upper(scores: np.ndarray, share: float) -> float:
+    """The score that a share of the pairs reaches, to four digits (rounded up, so that ties stay below it)."""
+    seen = scores[np.isfinite(scores)]
+    if len(seen) == 0:
+        raise ConfigError("no finite score in the steps to fit to")
+    value = float(np.quantile(seen, 1 - min(share, 1.0)))
+    digits = 4 - math.ceil(math.log10(value)) if value > 0 else 4
+    return max(math.ceil(value * 10**digits) / 10**digits, 10.0**-digits)
+
+
+def _search(ratio: Callable[[float], float], wanted: float, target: str) -> float:
+    """The quantile at which `ratio` is `wanted`, by bisection on its logarithm."""
+    if not wanted > 0:
+        raise ConfigError(f"{target}={wanted!r}: above 0 is allowed (nothing lifted: max_o=0)")
+    low, high = 1e-6, 1.0
+    most = ratio(high)
+    if most < wanted:
+        raise ConfigError(
+            f"{target}={wanted!r} cannot be met: with everything triggered it is {most:.4g}; raise max_o, or ask for less"
+        )
+    for _ in range(24):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if ratio(middle) < wanted else (low, middle)
+    below, above = ratio(low), ratio(high)
+    return low if abs(below - wanted) <= abs(above - wanted) else high
+
+
+def fragment(found: Proposal, command: str, extends: str | None) -> str:
+    """A recipe fragment: a `gnmr` section, and what it came to as a comment."""
+    lines = [f"# {command}", *(f"# {line}" for line in in_words(found))]
+    if extends is not None:
+        lines.append(f"extends: {json.dumps(extends)}")
+    lines.append("gnmr:")
+    lines += [f"  {key}: {'null' if value is None else value}" for key, value in found.settings.items()]
+    return "\n".join(lines) + "\n"
+
+
+def in_words(found: Proposal) -> list[str]:
+    """What was asked for and what it came to."""
+
+    def amount(value: float) -> str:
+        return f"{value:,.0f} bytes" if found.target == "bytes_per_step" else f"{value:.3%}"
+
+    fit, held = found.steps
+    lines = [
+        f"{TARGETS[found.target]}: asked for {amount(found.wanted)}; {amount(found.fitted)} on the {fit} steps it was "
+        f"fitted to, {amount(found.held_out)} on the {held} held out",
+        f"over tenths of the run: {', '.join(map(amount, found.tenths))}",
+    ]
+    if max(found.tenths) > 3 * min(found.tenths):
+        lines.append("it moves along the run: one pair of thresholds does not hold a rate; the mean over the run is met")
+    return [*lines, NOTE]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit status (2: something to mend)."""
+    parser = argparse.ArgumentParser(prog="hf-gnmr calibrate", description="Thresholds that meet a target on a trace.")
+    parser.add_argument("trace", help="trace.jsonl, or the folder of a run")
+    wanted = parser.add_mutually_exclusive_group(required=True)
+    wanted.add_argument("--promotion-ratio", type=float, metavar="SHARE")
+    wanted.add_argument("--bytes-per-step", metavar="SIZE", help="mean ΔM, e.g. 2GB")
+    wanted.add_argument("--exceedance", type=float, metavar="SHARE", help="of α, and of β")
+    parser.add_argument("--held-out", type=float, default=0.3, metavar="SHARE", help="of the steps, in blocks all over")
+    parser.add_argument("--beta", choices=["on", "off"], help="default: as recorded")
+    parser.add_argument("--max-o", type=_number, help="default: as recorded")
+    parser.add_argument("--extends", metavar="RECIPE", help="write a recipe that extends this one")
+    parser.add_argument("--output", metavar="FILE", help="write the fragment there")
+    parser.add_argument("--json", action="store_true", help="the proposal as JSON")
+    options = parser.parse_args(argv)
+    try:
+        target, value = next((name, v) for name in TARGETS if (v := getattr(options, name)) is not None)
+        if target == "bytes_per_step":
+            value = float(parse_bytes("--bytes-per-step", value))
+        found = calibrate(
+            read_series(options.trace), target, value, held_out=options.held_out,
+            beta=None if options.beta is None else options.beta == "on", max_o=options.max_o,
+        )
+        command = f"hf-gnmr calibrate {options.trace} --{target.replace('_', '-')} {value:g}"
+        text = fragment(found, command, options.extends)
+        if options.output is not None:
+            if Path(options.output).exists():
+                raise ConfigError(f"--output {options.output} exists already: name another file")
+            write_text(options.output, text)
+    except (ConfigError, TraceError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps(plain(vars(found)), indent=2))
+    else:
+        print(text, end="")
+    return 0
+
+
+def _number(text: str) -> int | float:
+    return float(text) if "." in text else int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
