@@ -36,7 +36,7 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
 
 from step_times import step_times
-from stress_tables import FREE_OF_MAX_O, Arm, Job, gap_closed, markdown, paired, rows_of, t_quantile
+from stress_tables import FREE_OF_MAX_O, Arm, Job, gap_closed, markdown, paired, rows_of, stages, t_quantile
 
 __all__ = ["gap_closed", "main", "paired", "t_quantile"]
 
@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--arms", nargs="+", default=["none", "all", "gnmr:1.5:1.3", "random:1.5:1.3"])
     parser.add_argument("--max-o", nargs="+", type=int, help="default: the recipe's")
-    parser.add_argument("--formats", nargs="+", default=["float:4:8"], metavar="KIND:LOW:RECOVERY")
+    parser.add_argument("--formats", nargs="+", metavar="KIND:LOW:RECOVERY", help="default: the recipe's")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--times", type=int, default=0, metavar="ROUNDS", help="measure step times in so many rounds")
@@ -56,11 +56,15 @@ def main() -> int:
     options = parser.parse_intermixed_args()
     from hf_gnmr.config import ConfigError
 
+    failed = 0
     try:
+        if options.workers < 1:
+            raise ConfigError(f"--workers {options.workers}: 1 and above is allowed")
+        options.formats = options.formats or [format_of(options.recipe, options.overrides)]
         jobs = grid(options)
         if not options.table_only:
             check(options, jobs)
-            run_all(options, jobs)
+            failed = run_all(options, jobs)
     except ConfigError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -77,7 +81,7 @@ def main() -> int:
     (options.out / "stress.md").write_text(text + "\n", encoding="utf-8")
     (options.out / "stress.json").write_text(json.dumps(table, indent=1), encoding="utf-8")
     print(text)
-    return 0
+    return 1 if failed else 0
 
 
 def grid(options: argparse.Namespace) -> list[Job]:
@@ -89,15 +93,16 @@ def grid(options: argparse.Namespace) -> list[Job]:
     for text in options.arms:
         name, *thresholds = text.split(":")
         takes = name in ("gnmr", "random")
+        numbers: list[float] = []
         wrong = len(thresholds) != (2 if takes else 0) and (name, len(thresholds)) != ("random", 1)
         if name not in (*TRIGGERS, "exact") or wrong:
             raise ConfigError(
                 f"--arms {text}: {', '.join(TRIGGERS)}, exact; gnmr with :ALPHA:BETA, random with that or :RATIO"
             )
         try:
-            numbers = [float(part) for t in thresholds if t != "off" for part in t.split("-")]
+            numbers = [float(part) for i, t in enumerate(thresholds) if (i, t) != (1, "off") for part in stages(t)]
         except ValueError:
-            raise ConfigError(f"--arms {text}: numbers, INIT-ALPHA or off are allowed") from None
+            raise ConfigError(f"--arms {text}: numbers, INIT-ALPHA or (for β) off are allowed") from None
         if len(thresholds) == 1:
             arms.append(Arm(name, ratio=numbers[0]))
         else:
@@ -155,7 +160,22 @@ def format_overrides(form: str) -> list[str]:
     if kind == "fp8":
         return ["backend.name=fp8"]
     given = [f"backend.bits_low={bits[0]}", f"backend.bits_recovery={bits[1]}"]
-    return [*given, "backend.name=lowbit"] if kind == "lowbit" else [*given, f"backend.format={kind}"]
+    name = "lowbit" if kind == "lowbit" else "activation"
+    return [*given, f"backend.name={name}", *([] if kind == "lowbit" else [f"backend.format={kind}"])]
+
+
+def format_of(recipe_name: str, overrides: list[str]) -> str:
+    """The format of a recipe itself."""
+    from hf_gnmr.config import ConfigError
+    from hf_gnmr.recipe import find_recipe, load_recipe
+
+    backend = load_recipe(find_recipe(recipe_name), overrides).backend
+    if backend.name not in ("activation", "lowbit", "fp8"):
+        raise ConfigError(f"{recipe_name} has backend {backend.name!r}: the grid is for activation, lowbit and fp8")
+    if backend.name == "fp8":
+        return "fp8:8:16"
+    kind = "lowbit" if backend.name == "lowbit" else backend.format
+    return f"{kind}:{backend.bits_low}:{backend.bits_recovery}"
 
 
 def check(options: argparse.Namespace, jobs: list[Job]) -> None:
@@ -168,8 +188,8 @@ def check(options: argparse.Namespace, jobs: list[Job]) -> None:
         Options(trigger=recipe.trigger.name, trigger_options=recipe.trigger.options(), **recipe.backend.options())
 
 
-def run_all(options: argparse.Namespace, jobs: list[Job]) -> None:
-    """Run what is not there yet."""
+def run_all(options: argparse.Namespace, jobs: list[Job]) -> int:
+    """Run what is not there yet; returns how many failed."""
     options.out.mkdir(parents=True, exist_ok=True)
     left = [job for job in jobs if read(options, job) is None]
     total, started = len(left), time.perf_counter()
@@ -178,7 +198,7 @@ def run_all(options: argparse.Namespace, jobs: list[Job]) -> None:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.workers, mp_context=context) as pool:
         running: dict = {}
-        done = 0
+        done = failed = 0
         while left or running:
             while left and len(running) < options.workers:
                 ready = next((j for j in left if _twin(j) not in [*left, *running.values()]), None)
@@ -194,10 +214,12 @@ def run_all(options: argparse.Namespace, jobs: list[Job]) -> None:
                     loss = future.result().get("eval_loss", math.nan)
                 except Exception as error:  # one run that fails must not cost the others
                     print(f"{done}/{total} {job.name} FAILED: {type(error).__name__}: {error}", flush=True)
+                    failed += 1
                     continue
                 each = (time.perf_counter() - started) / done
                 rest = f"{each:.0f} s a run, {each * (total - done):.0f} s left"
                 print(f"{done}/{total} {job.name}: loss {loss:.4f} ({rest})", flush=True)
+    return failed
 
 
 def _twin(job: Job) -> Job | None:

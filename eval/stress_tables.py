@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import re
 import statistics
 
 import numpy as np
@@ -33,11 +34,18 @@ class Arm:
         if self.thresholds is None:
             return []
         alpha, beta = self.thresholds
-        init, dash, final = alpha.partition("-")
-        stages = [f"gnmr.alpha_init={init}", f"gnmr.alpha={final}"] if dash else [f"gnmr.alpha={alpha}"]
+        *init, final = stages(alpha)
         # A recipe that has two stages has one here, where one is asked for.
-        stages += [] if dash else ["gnmr.alpha_init_fraction=0.0"]
-        return [*stages, f"gnmr.beta={'null' if beta == 'off' else beta}"]
+        first = [f"gnmr.alpha_init={init[0]}"] if init else ["gnmr.alpha_init_fraction=0.0"]
+        return [*first, f"gnmr.alpha={final}", f"gnmr.beta={'null' if beta == 'off' else beta}"]
+
+
+def stages(alpha: str) -> list[str]:
+    """INIT-ALPHA or ALPHA as one or two numbers; a minus after an e belongs to the number."""
+    found = re.split(r"(?<![eE])-", alpha)
+    if not 1 <= len(found) <= 2:
+        raise ValueError(alpha)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from .checkpoints import load_renamed
 from .checks import refuse_unreadable_gradients, refuse_windows_never_full
 from .config import ConfigError, GNMRConfig, SetupError
 from .controller import Controller, Decision
@@ -100,6 +101,8 @@ class GNMRCallback(TrainerCallback, ExportableState):
         self._folder: str | None = None
         """Where the training saves."""
         self._micro_batches = 0
+        self.weights_loaded = False
+        """Whether a Trainer has read a checkpoint's weights whole (`GNMRTrainerMixin`)."""
 
     @property
     def units(self) -> list[Unit]:
@@ -146,7 +149,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
             session.main_process = state.is_world_process_zero
             if self.trace_path is not False:
                 session.trace = Path(args.output_dir) / TRACE_FILE if self.trace_path is None else Path(str(self.trace_path))
-            self._restore(session, state, Path(args.output_dir))
+            self._restore(session, state, model, Path(args.output_dir))
             session.begin()
         except BaseException:
             session.detach()
@@ -220,7 +223,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
             },
         }
 
-    def _restore(self, session: GNMRSession, state: TrainerState, folder: Path) -> None:
+    def _restore(self, session: GNMRSession, state: TrainerState, model: nn.Module, folder: Path) -> None:
         """Continue from the state in the checkpoint, if this is a resumed run."""
         # The Trainer files a callback's state under its class's name. A checkpoint written without this callback has no
         # entry, and the Trainer's next save would miss it.
@@ -228,18 +231,24 @@ class GNMRCallback(TrainerCallback, ExportableState):
         attributes = (stored[-1] if isinstance(stored, list) else stored).get("attributes") or {}
         if state.global_step == 0:
             return
+        checkpoint = f"checkpoint-{state.global_step}"
+        places = [folder / checkpoint, Path(str(attributes.get("_folder"))) / checkpoint]
+        if not self.weights_loaded:
+            found = next((p for p in places if p.is_dir()), None)
+            renamed = [] if found is None else load_renamed(model, found)
+            if renamed and state.is_world_process_zero:
+                print(f"GNMR: {len(renamed)} weights that the Trainer passed over were read from {found}", flush=True)
         saved = attributes.get("_state")
         run_id = None if saved is None else attributes.get("_run_id")
         session.resume(state.global_step, saved, run_id, attributes.get("_setup"))
         if session.signal is not None and session.signal.tensors():
-            checkpoint = f"checkpoint-{state.global_step}"
-            places = [where / checkpoint / SIGNAL_FILE for where in (folder, Path(str(attributes.get("_folder"))))]
-            tensors = next((t for place in places if (t := _tensors_of(place, run_id, state.global_step)) is not None), None)
+            files = [place / SIGNAL_FILE for place in places]
+            tensors = next((t for file in files if (t := _tensors_of(file, run_id, state.global_step)) is not None), None)
             if tensors is not None:
                 session.signal.load_tensors(tensors)
             else:
                 warnings.warn(
-                    f"no {SIGNAL_FILE} of step {state.global_step} of that run in {places[0].parent}: the running means of "
+                    f"no {SIGNAL_FILE} of step {state.global_step} of that run in {places[0]}: the running means of "
                     f"trigger {self.options.trigger!r} start anew",
                     stacklevel=2,
                 )

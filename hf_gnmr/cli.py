@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib import import_module
 
 from .config import ConfigError, SetupError
+
+COMMANDS = {
+    "train": ("train", "run a recipe"),
+    "plan": ("plan", "what a recipe needs, without loading weights"),
+    "eval": ("evaluate", "evaluate runs on GSM8K, MMLU, HellaSwag and WikiText-2"),
+    "compare": ("compare", "evaluated runs side by side"),
+    "report": ("report", "runs as one page, from their traces; --follow: a running one in the terminal"),
+    "replay": ("replay", "a trace's norms under other settings"),
+    "calibrate": ("calibrate", "thresholds that meet a target on a trace"),
+    "diagnose": ("diagnose", "what the theory asks of a trace, and what to do"),
+}
+"""Commands: the module whose `main` each is, and its help."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -13,29 +26,14 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="hf-gnmr", description="Runtime stability control for low-precision training.")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("train", help="run a recipe", add_help=False)
+    for name, (_, help_) in COMMANDS.items():
+        commands.add_parser(name, help=help_, add_help=False)
     gguf = commands.add_parser("import-gguf", help="turn a GGUF file into a folder of BF16 safetensors")
     gguf.add_argument("gguf_file")
     gguf.add_argument("folder", help="to be made")
-    commands.add_parser("plan", help="what a recipe needs, without loading weights", add_help=False)
-    commands.add_parser("eval", help="evaluate runs on GSM8K, MMLU, HellaSwag and WikiText-2", add_help=False)
-    commands.add_parser("compare", help="evaluated runs side by side", add_help=False)
-    if arguments[:1] == ["eval"]:
-        from .evaluate import main as evaluate
-
-        return evaluate(arguments[1:])
-    if arguments[:1] == ["compare"]:
-        from .compare import main as compare
-
-        return compare(arguments[1:])
-    if arguments[:1] == ["train"]:
-        from .train import main as train
-
-        return train(arguments[1:])
-    if arguments[:1] == ["plan"]:
-        from .plan import main as plan
-
-        return plan(arguments[1:])
+    if arguments[:1] and arguments[0] in COMMANDS:
+        # Each has its own parser, and imports what it needs: a trace is shown without torch being loaded.
+        return int(import_module(f".{COMMANDS[arguments[0]][0]}", __package__).main(arguments[1:]))
     options = parser.parse_args(arguments)
     try:
         from .models import import_gguf

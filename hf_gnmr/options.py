@@ -18,14 +18,10 @@ from .backends.lowbit import products_of
 from .backends.switchable import restore_plain
 from .checks import refuse_partitioned_gradients
 from .config import ConfigError, GNMRConfig, parse_bytes
-from .sections import OF_BACKEND
+from .sections import OF_BACKEND, UNITS
 from .triggers import check_trigger
 from .units import FINDERS, Unit
 
-UNITS = {
-    "activation": ("projection", "layer"), "fp8": ("layer", "experts", "expert"), "lowbit": ("layer", "experts", "expert"),
-}
-"""Kinds of unit that a backend has, its default first; the others' units are decoder layers."""
 NOT_ITS_OWN = ("unit",)
 """Of those, what the backend itself is not given."""
 

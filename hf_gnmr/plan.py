@@ -72,7 +72,7 @@ def plan(recipe: Recipe, *, processes: int = 1, rows: int | None = None) -> dict
     """
     config, where = architecture(recipe)
     optimizer = str(recipe.training.get("optim", "adamw_torch"))
-    if recipe.lora is None or recipe.backend.name == "activation":
+    if recipe.lora is None or recipe.backend.name not in ("int8", "none"):
         return {**plan_activations(recipe, config, where, _per_parameter(optimizer)), **_steps(recipe, processes, rows)}
     # Before the model is built, which sets it to what it is built in.
     cast = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.") != "bfloat16"

@@ -51,7 +51,7 @@ def plan_activations(recipe: Recipe, config: Any, where: str, per_parameter: flo
         saved: dict[str, int] = {}
         gnmr = within_budget(recipe.gnmr, options, [0] * (len(units) + 1), holds_all=True)
         max_o = gnmr.resolve_max_o(len(units)) if backend_section.name != "none" else 0
-        if backend_section.name == "fp8" and backend_section.emulate is not True:
+        if backend_section.name == "fp8" and backend_section.emulate is False:
             refuse_shapes(units)
         if backend_section.name in ("fp8", "lowbit"):  # what the run would refuse; both take the same modules
             LowBitBackend(model, units).remove()

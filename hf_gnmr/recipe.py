@@ -25,6 +25,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from .config import ConfigError, GNMRConfig
 from .sections import (
     OF_BACKEND,
+    UNITS,
     BackendSection,
     DataSection,
     LoraSection,
@@ -162,6 +163,8 @@ def _over(section: str, below: dict[str, Any], values: dict[str, Any]) -> dict[s
         its_own = OF_BACKEND.get(str(values["name"]), ())
         others = {option for names in OF_BACKEND.values() for option in names if option not in its_own}
         below = {key: value for key, value in below.items() if key not in others}
+        if below.get("unit") not in UNITS.get(str(values["name"]), ()):
+            below.pop("unit", None)
     return {**below, **values}
 
 

@@ -96,6 +96,10 @@ OF_BACKEND = {
     "lowbit": ("bits_low", "bits_recovery", "eval_path", "unit"),
 }
 """Options that not every backend has."""
+UNITS = {
+    "activation": ("projection", "layer"), "fp8": ("layer", "experts", "expert"), "lowbit": ("layer", "experts", "expert"),
+}
+"""Kinds of unit that a backend has, its default first; the others' units are decoder layers."""
 
 
 @dataclass

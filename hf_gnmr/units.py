@@ -168,7 +168,7 @@ def _plain(module: nn.Module) -> bool:
 
 
 def _is_router(name: str) -> bool:
-    return name.rpartition(".")[2] in ("router", "gate", "shared_expert_gate") or ".router." in f".{name}."
+    return re.search(r"(^|\.)(router|gate|shared_expert_gate)(\.|$)", name) is not None
 
 
 def linears_of(module: nn.Module) -> list[tuple[str, nn.Linear]]:

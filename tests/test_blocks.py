@@ -10,6 +10,7 @@ import torch
 from conftest import trace_lines
 from safetensors.torch import load_file
 
+from hf_gnmr.cli import main as cli
 from hf_gnmr.plan import plan
 from hf_gnmr.recipe import RecipeError, find_recipe, load_recipe
 from hf_gnmr.train import main as train
@@ -87,6 +88,16 @@ def test_all_is_the_plain_training_bit_for_bit(tmp_path):
     assert found["plain"][0] != found["fp8"][0]
 
 
+def test_plan_of_products_under_lora_and_of_auto(capsys):
+    assert cli(["plan", "quickstart", "backend.name=lowbit"]) == 0
+    assert "INT8" not in capsys.readouterr().out
+    sizes = "vocab_size: 288, hidden_size: 120, num_attention_heads: 4, num_hidden_layers: 1"
+    odd = f"model.architecture={{model_type: llama, {sizes}}}"
+    assert cli(["plan", "fp8_small", odd]) == 0, "auto: emulated where there is none"
+    assert cli(["plan", "fp8_small", odd, "backend.emulate=false"]) == 2
+    assert "multiples of 16" in capsys.readouterr().err
+
+
 def test_another_backend_takes_the_old_ones_options_away(tmp_path):
     assert load_recipe(find_recipe("lowbit_130m"), ["backend.name=none"]).backend.bits_low == 4, "its default"
     assert load_recipe(find_recipe("moe_small"), ["backend.name=lowbit"]).backend.unit == "expert", "which both have"
@@ -96,5 +107,6 @@ def test_another_backend_takes_the_old_ones_options_away(tmp_path):
     assert load_recipe(child).backend.emulate is False
     status = train(["lowbit_small", "backend.name=fp8", "backend.bits_low=6", f"training.output_dir={tmp_path / 'r'}"])
     assert status == 2, "given by hand it is refused"
+    assert load_recipe(find_recipe("moe_small"), ["backend.name=activation"]).backend.unit is None, "no kind of its"
     with pytest.raises(RecipeError, match=r"backend\.emulate='maybe'"):
         load_recipe(find_recipe("fp8_small"), ["backend.emulate=maybe"])

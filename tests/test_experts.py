@@ -15,6 +15,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen2MoeConfig,
@@ -28,6 +30,7 @@ from hf_gnmr.backends import Fp8Backend, LowBitBackend
 from hf_gnmr.backends.formats import E2M1, quantise_rows
 from hf_gnmr.config import ConfigError, SetupError
 from hf_gnmr.gradients import GradientNorms
+from hf_gnmr.trainer import GNMRTrainer
 from hf_gnmr.units import find_experts, find_units
 
 SIZES = {
@@ -187,6 +190,45 @@ def test_other_mixtures(config, cls, count):
         backend.remove()
 
 
+@pytest.mark.parametrize("kind", ["plain", "ours", "elsewhere"])
+def test_a_mixture_resumes_bit_for_bit(kind, trainer_for, tmp_path):
+    """transformers saves fused experts one by one, and its Trainer passes over them when it resumes."""
+    options = {"backend": "fp8", "emulate": True, "unit": "expert", "alpha": 0.9, "alpha_init_fraction": 0.0, "beta": None}
+    model = mixtral()
+    trainer_for(model, GNMRCallback(**options), save_strategy="steps", save_steps=3, max_steps=6).train()
+    _, straight = trace_lines(tmp_path / "run")
+    checkpoint = tmp_path / "run" / "checkpoint-3"
+    if kind == "elsewhere":
+        checkpoint = (tmp_path / "moved").resolve()
+        (tmp_path / "run" / "checkpoint-3").rename(checkpoint)
+    resumed = mixtral()
+    with torch.no_grad():  # nothing of it must be left
+        for p in resumed.parameters():
+            p.add_(1.0)
+    trainer = trainer_for(resumed, GNMRCallback(**options), save_strategy="no", max_steps=6)
+    if kind != "plain":
+        trainer.__class__ = GNMRTrainer
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    _, lines = trace_lines(tmp_path / "run")
+    assert [line["norms"] for line in lines[3:]] == [line["norms"] for line in straight[3:]]
+    weights = dict(model.named_parameters())
+    assert all(torch.equal(p, weights[n]) for n, p in resumed.named_parameters())
+
+
+def test_the_best_of_a_mixture_is_loaded_whole(trainer_for, tmp_path):
+    model = mixtral()
+    callback = GNMRCallback(backend="fp8", emulate=True, unit="expert")
+    trainer = trainer_for(
+        model, callback, max_steps=2, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
+        load_best_model_at_end=True, eval_dataset=token_rows(4), metric_for_best_model="loss", greater_is_better=True,
+    )
+    trainer.__class__ = GNMRTrainer
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1"), "the higher loss counts as better"
+    best = MixtralForCausalLM.from_pretrained(trainer.state.best_model_checkpoint, dtype=torch.float32)
+    assert all(torch.equal(p, best.get_parameter(n)) for n, p in model.named_parameters())
+
+
 class OwnExperts(nn.Module):
     """Experts as a list of modules, as in models of older transformers."""
 
@@ -230,11 +272,17 @@ def test_what_is_refused():
     with pytest.raises(SetupError, match="no trainable experts.*unit='layer'"):
         find_experts(LlamaForCausalLM(tiny_config()))
     model = GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=4, head_dim=16))
-    with pytest.raises(SetupError, match="GptOssExperts.*keeps its weights transposed"):
+    with pytest.raises(SetupError, match=r"layers\.0\.mlp\.experts \(GptOssExperts\) multiplies without F\.linear"):
         LowBitBackend(model, find_units(model))
     adapted = with_lora(mixtral(), target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
-    with pytest.raises(SetupError, match="adapters on fused experts"):
+    with pytest.raises(SetupError, match=r"mlp\.experts has adapters on fused experts.*'q_proj'"):
         LowBitBackend(adapted, find_units(adapted))
+    llama4 = Llama4ForCausalLM(Llama4TextConfig(
+        **SIZES | {"num_hidden_layers": 1, "num_experts_per_tok": 1}, num_local_experts=2, intermediate_size_mlp=64,
+        head_dim=16, interleave_moe_layer_step=1, pad_token_id=0,
+    ))
+    with pytest.raises(SetupError, match="Llama4TextExperts.*all experts at once"):
+        LowBitBackend(llama4, find_units(llama4))
     attention_only = with_lora(mixtral(), target_modules=["q_proj"])
     with pytest.raises(SetupError, match="no trainable experts"):
         find_experts(attention_only)

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from hf_gnmr import GNMRCallback
 from hf_gnmr.backends import Fp8Backend, LowBitBackend
-from hf_gnmr.backends.formats import E2M1, E3M2, E4M3, E5M2
+from hf_gnmr.backends.formats import E2M1, E3M2, E4M3, E5M2, on_grid
 from hf_gnmr.backends.linears import Latest
 from hf_gnmr.backends.products import HybridFp8, LowBit
 from hf_gnmr.config import ConfigError, SetupError
@@ -84,11 +84,46 @@ def test_hybrid_fp8_product_is_the_formula(engine, dtype, rows):
     assert torch.equal(b.grad, dy.sum(0)) and y.dtype == x.grad.dtype == w.grad.dtype == dtype
 
 
+@pytest.mark.parametrize(("form", "dtype"), [(E4M3, torch.float8_e4m3fn), (E5M2, torch.float8_e5m2)], ids=["e4m3", "e5m2"])
+def test_the_cast_to_fp8_rounds_as_the_grid_does(form, dtype):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(200, 300, generator=generator) * torch.logspace(-8, 8, 300)
+    grid, scale = on_grid(x, form)
+    assert torch.equal((x * scale.reciprocal()).to(dtype).float(), grid)
+
+
 def test_fp8_under_fp16_does_not_overflow_where_the_product_does_not():
     x = torch.full((4, 64), 100.0, dtype=torch.float16, requires_grad=True)
     w = torch.full((8, 64), 1.0, dtype=torch.float16, requires_grad=True)
     y = HybridFp8()(x, w, None, Latest())
     assert torch.allclose(y.float(), torch.tensor(6400.0)) and y.dtype == torch.float16
+
+
+@pytest.mark.parametrize("product", [LowBit(E2M1), HybridFp8()], ids=["lowbit", "fp8"])
+def test_fp16_autocast_in_forward_and_backward(product):
+    torch.manual_seed(0)
+    x, w = torch.randn(8, 64, requires_grad=True), torch.randn(32, 64, requires_grad=True)
+    with torch.autocast("cpu", torch.float16):
+        y = product(x, w, None, Latest())
+        y.sum().backward()  # under autocast, as some loops do it
+    exact = product(x.detach().half().float(), w.detach().half().float(), None, Latest())
+    torch.testing.assert_close(y.float(), exact, rtol=0.01, atol=0.05)
+    assert y.dtype == torch.float16 and torch.isfinite(w.grad).all() and torch.isfinite(x.grad).all()
+
+
+def test_inference_mode(trainer_for):
+    model = llama()
+    backend = LowBitBackend(model, find_units(model))
+    with torch.no_grad():
+        expected = model.eval()(input_ids=IDS).logits
+    with torch.inference_mode():
+        assert torch.equal(model(input_ids=IDS).logits, expected)
+    x = torch.randn(4, 64)
+    q_proj = model.model.layers[0].self_attn.q_proj.train()
+    with torch.inference_mode():
+        q_proj(x)
+    q_proj(x).sum().backward()  # nothing of inference mode is left over for a backward
+    backend.remove()
 
 
 @pytest.mark.parametrize("product", [LowBit(E2M1), HybridFp8()], ids=["lowbit", "fp8"])

@@ -87,7 +87,9 @@ def test_a_grid_of_twenty_steps(tmp_path):
         (["--arms", "gnmr"], "--arms gnmr:"), (["--arms", "mean"], "--arms mean"),
         (["--arms", "random:1.5:1.3"], "needs gnmr:1.5:1.3"), (["--formats", "int:1:8"], "bits_low=1"),
         (["--formats", "int"], "--formats int"), (["--formats", "lowbit:5:8"], "bits_low=5"),
-        (["--formats", "fp8:8:8"], "--formats fp8:8:8"), (["--arms", "gnmr:x:1.3"], "--arms gnmr:x:1.3"),
+        (["--formats", "fp8:8:8"], "--formats fp8:8:8"), (["--workers", "0"], "--workers 0"),
+       
+        (["--arms", "random:off"], "--arms random:off"), (["--arms", "gnmr:1-2-3:off"], "--arms gnmr:1-2-3:off"), (["--arms", "gnmr:x:1.3"], "--arms gnmr:x:1.3"),
         (["--arms", "gsnr", "--max-o", "-1"], "max_o=-1"),
     ],
 )
@@ -112,3 +114,16 @@ def test_differences_that_cannot_be_taken():
     closed = stress.gap_closed(*(dict.fromkeys(range(4), loss) for loss in (1.5, 2.0, 1.0)))
     expected = (math.exp(2) - math.exp(1.5)) / (math.exp(2) - math.exp(1))
     assert closed["value"] == pytest.approx(expected) == closed["low"] == closed["high"]
+
+
+def test_arms_and_formats_in_a_recipes_words():
+    arm = stress.Arm("gnmr", ("1.5-1.1", "off"))
+    assert arm.label == "gnmr 1.5-1.1/off"
+    assert arm.overrides() == ["gnmr.alpha_init=1.5", "gnmr.alpha=1.1", "gnmr.beta=null"]
+    assert stress.Arm("gnmr", ("1e-1", "1.5")).overrides() == [
+        "gnmr.alpha_init_fraction=0.0", "gnmr.alpha=1e-1", "gnmr.beta=1.5",
+    ]
+    assert [stress.format_of(name, []) for name in ("activation_small", "lowbit_small", "pangu_small", "moe_small")] == [
+        "float:4:8", "lowbit:6:8", "lowbit:4:8", "fp8:8:16",
+    ]
+    assert "backend.name=activation" in stress.format_overrides("int:2:8"), "whatever the recipe's backend is"

@@ -44,7 +44,7 @@ class SwitchedExperts(Switched):
         if not mode.seen and result.numel():
             raise SetupError(
                 f"{self.plain.__name__} multiplied by none of its weights through F.linear, so its experts cannot be put in "
-                "few bits. Use unit='layer' on a model of another class, or backend='none'"
+                "few bits. Use a model of another class, or backend='none'"
             )
         return result
 
@@ -55,18 +55,30 @@ def switched_class(plain: type[nn.Module]) -> type:
     return type(f"Switched{plain.__name__}", (SwitchedExperts, plain), {"plain": plain})
 
 
-def refuse_unhandled(backend: str, name: str, module: Any) -> None:
+def refuse_unhandled(backend: str, name: str, module: Any, adapted: bool) -> None:
     """Raise SetupError for fused experts that do not multiply by `F.linear`, or that have adapters."""
-    if getattr(module, "is_transposed", False):
+    name = name.removeprefix("base_model.model.").replace(PEFT_INFIX, "")
+    kind = type(module).__name__
+    if adapted or hasattr(module, "parametrizations"):
         raise SetupError(
-            f"backend={backend!r}: {name} ({type(module).__name__}) keeps its weights transposed and multiplies without "
-            "F.linear, which is not handled. Use a model of another class, or backend='none'"
+            f"backend={backend!r}: {name} has adapters on fused experts, which are not handled. Name the linears that LoRA "
+            "is for instead of 'all-linear', e.g. target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj']"
         )
-    if name.endswith(PEFT_INFIX) or hasattr(module, "parametrizations"):
+    if getattr(module, "is_transposed", False) or not _calls_linear(getattr(type(module), "plain", type(module))):
         raise SetupError(
-            f"backend={backend!r}: {name} has adapters on fused experts, which are not handled. Take the experts out of "
-            "target_modules and target_parameters"
+            f"backend={backend!r}: {name} ({kind}) multiplies without F.linear (weights transposed, or all experts at "
+            "once), which is not handled. Use a model of another class, or backend='none'"
         )
+
+
+def _calls_linear(cls: type[nn.Module]) -> bool:
+    """Whether a class's own forward, or a method that it calls, names `linear`: products that can be seen."""
+    forward = inspect.unwrap(cls.forward)
+    names = set(forward.__code__.co_names)
+    for name in forward.__code__.co_names:
+        code = getattr(inspect.unwrap(getattr(cls, name, None) or forward), "__code__", None)
+        names |= set(code.co_names) if code is not None else set()
+    return "linear" in names
 
 
 class _Products(TorchFunctionMode):

@@ -1,14 +1,14 @@
 """What backends over plain linears share: modules that are switched by a change of class, and inputs that modules share.
 
 A module becomes switchable by a change of its class and plain again by changing it back: parameters, names, hooks and
-state dicts stay what they were.  A copy of one, or a model that is pickled in mid-training, has plain modules: it is under
-nobody's control.
+state dicts stay what they were.  A copy of one, pickled ones included, is plain: it is under nobody's control.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -101,6 +101,12 @@ def as_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor,
     return cast(x), cast(weight), None if bias is None else cast(bias)
 
 
+def without_autocast(x: Tensor) -> Any:
+    """A context in which products run in the dtype of their operands, in a forward and in whatever calls a backward."""
+    kind = x.device.type
+    return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
+
+
 class Latest:
     """What was made of the latest input, so that projections that read the same one (q, k, v; gate, up) share it."""
 
@@ -111,6 +117,9 @@ class Latest:
 
     def is_new(self, given: Tensor, dtype: torch.dtype) -> bool:
         """Note `given`, to be multiplied in `dtype`; whether it is another input than the last one."""
+        if torch.is_inference_mode_enabled() or given.is_inference():  # no version to go by, and nothing to keep past it
+            self.forget()
+            return True
         # The same numbers: by storage and version, since hooks hand each module a view of its own of one input.
         storage = StorageWeakRef(given.untyped_storage())
         key = (given.storage_offset(), given.shape, given.stride(), given.dtype, given._version, dtype)

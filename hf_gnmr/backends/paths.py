@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..config import SetupError
 from ..controller import Bools
-from ..units import Unit, fused_experts_of, linears_of
+from ..units import PEFT_INFIX, Unit, fused_experts_of, linears_of
 from .base import Backend
 from .linears import Latest, Switched, lend, make_plain, plain_class, refuse_8bit, refuse_unswitchable
 from .products import Product
@@ -85,7 +85,7 @@ class LowPrecision(Backend):
         first = [[] if unit.part else [m for m, of in fused.items() if of[0] == unit.index] for unit in units]
         names = {module: name for name, module in model.named_modules()}
         for experts in fused:
-            refuse_unhandled(self.name, names[experts], experts)
+            refuse_unhandled(self.name, names[experts], experts, names[experts].endswith(PEFT_INFIX))
         refuse_unswitchable(self.name, units, [[*a, *b] for a, b in zip(linears, first, strict=True)])
 
         self.paths = [UnitPaths() for _ in units]

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .formats import E4M3, E5M2, FloatFormat, on_grid, quantise_rows
-from .linears import Latest, as_autocast
+from .formats import E4M3, E5M2, FloatFormat, on_grid, quantise_rows, tensor_scale
+from .linears import Latest, as_autocast, without_autocast
 
 ENGINES = ("emulated", "scaled_mm")
 
@@ -89,10 +89,13 @@ class _LowBit(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, xq: Tensor, form: FloatFormat, latest: Latest
     ) -> Tensor:
+        # (Autocast has done its work on the operands.)
         wq = quantise_rows(weight, form)
         ctx.form, ctx.latest, ctx.shape = form, latest, x.shape
         ctx.save_for_backward(xq if ctx.needs_input_grad[1] else None, wq if ctx.needs_input_grad[0] else None)
-        return quantise_rows(F.linear(xq, wq, bias), form).view(*x.shape[:-1], weight.shape[0])
+        with without_autocast(x):
+            y = F.linear(xq, wq, bias)
+        return quantise_rows(y, form).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
@@ -101,8 +104,9 @@ class _LowBit(torch.autograd.Function):
         form = ctx.form
         ctx.latest.forget()
         dyq = quantise_rows(_rows(dy), form)
-        dx = quantise_rows(dyq @ wq, form).view(ctx.shape) if ctx.needs_input_grad[0] else None
-        dw = quantise_rows(dyq.t() @ xq, form) if ctx.needs_input_grad[1] else None
+        with without_autocast(dy):
+            dx = quantise_rows(dyq @ wq, form).view(ctx.shape) if ctx.needs_input_grad[0] else None
+            dw = quantise_rows(dyq.t() @ xq, form) if ctx.needs_input_grad[1] else None
         db = dyq.sum(dim=0) if ctx.needs_input_grad[2] else None
         return dx, dw, db, None, None, None
 
@@ -139,16 +143,18 @@ class _HybridFp8(torch.autograd.Function):
 
 def _fp8(x: Tensor, form: FloatFormat, engine: str) -> tuple[Tensor, Tensor]:
     """The grid's numbers in a dtype that the engine multiplies, and the scale."""
+    if engine == "scaled_mm":  # the cast rounds as `on_grid` does; the largest number's scale keeps the others below it
+        scale = tensor_scale(x, form)
+        return (x.float() * scale.reciprocal()).to(torch.float8_e4m3fn if form is E4M3 else torch.float8_e5m2), scale
     grid, scale = on_grid(x, form)
-    if engine == "scaled_mm":
-        return grid.to(torch.float8_e4m3fn if form is E4M3 else torch.float8_e5m2), scale
     return grid.to(torch.float32 if x.dtype == torch.float16 else x.dtype), scale
 
 
 def _multiply(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, engine: str) -> Tensor:
     """a (m, k) times b (k, n), each with its scale, in `dtype`."""
     if engine == "emulated":
-        return (a @ b).mul_(a_scale * b_scale).to(dtype)
+        with without_autocast(a):
+            return (a @ b).mul_(a_scale * b_scale).to(dtype)
     # The product wants a's rows and b's columns contiguous, and k a multiple of 16: tokens are filled up with zeros.
     missing = -a.shape[1] % 16
     if missing:
