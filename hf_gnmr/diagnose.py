@@ -146,14 +146,15 @@ def history_mean(series: Series) -> Finding:
         f"{len(finite)}); norms of the last tenth are {middle:.2f} × those of the first (from {least:.2f} to {most:.2f}; "
         f"{moved:.0%} of the units beyond a factor of {DRIFT:g})"
     )
+    fell, rose = float(np.mean(drift < 1 / DRIFT)), float(np.mean(drift > DRIFT))
     if moved < 0.1:
         advice = "Little drift: one α serves the whole run."
-    elif middle < 1 / DRIFT:
-        advice = "Norms fall: late GNMR is set against a mean that is too high and rarely triggers; lower α, or lean on β."
-    elif middle > DRIFT:
-        advice = "Norms grow: late GNMR stays above 1 and triggers for no cause of its own; raise α, or lean on β."
-    else:
+    elif min(fell, rose) >= 0.1:
         advice = "Units drift apart, and one α is strict for some and lax for others: lean on β, which looks δ steps back."
+    elif fell > rose:
+        advice = "Norms fall: late GNMR is set against a mean that is too high and rarely triggers; lower α, or lean on β."
+    else:
+        advice = "Norms grow: late GNMR stays above 1 and triggers for no cause of its own; raise α, or lean on β."
     return Finding("history mean", figures, says, advice)
 
 
@@ -232,7 +233,8 @@ def wilson(hits: int, number: int, z: float = 1.959964) -> tuple[float, float]:
         return 0.0, 1.0
     p, n = hits / number, number
     middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return max(0.0, (middle - half) / (1 + z * z / n)), min(1.0, (middle + half) / (1 + z * z / n))
+    low, high = (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+    return 0.0 if hits == 0 else low, 1.0 if hits == number else high
 
 
 def psi1(norms: Floats) -> float:

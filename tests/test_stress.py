@@ -88,8 +88,8 @@ def test_a_grid_of_twenty_steps(tmp_path):
         (["--arms", "random:1.5:1.3"], "needs gnmr:1.5:1.3"), (["--formats", "int:1:8"], "bits_low=1"),
         (["--formats", "int"], "--formats int"), (["--formats", "lowbit:5:8"], "bits_low=5"),
         (["--formats", "fp8:8:8"], "--formats fp8:8:8"), (["--workers", "0"], "--workers 0"),
-       
-        (["--arms", "random:off"], "--arms random:off"), (["--arms", "gnmr:1-2-3:off"], "--arms gnmr:1-2-3:off"), (["--arms", "gnmr:x:1.3"], "--arms gnmr:x:1.3"),
+        (["--arms", "random:off"], "--arms random:off"), (["--arms", "gnmr:1-2-3:off"], "--arms gnmr:1-2-3:off"),
+        (["--arms", "gnmr:x:1.3"], "--arms gnmr:x:1.3"),
         (["--arms", "gsnr", "--max-o", "-1"], "max_o=-1"),
     ],
 )
