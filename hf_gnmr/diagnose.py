@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from .config import ConfigError
-from .controller import Bools, Floats
+from .controller import Floats
 from .metrics import by_unit, exceedance
 from .series import Series, read_series, run_lengths
 from .trace import TraceError, plain
@@ -98,17 +98,22 @@ def concentration_bound(series: Series) -> Finding:
     """Theorem 2's bound on the exceedance of GNMR."""
     mask, rows = series.recoverable, series.counted
     norms, gnmr = series.norms[rows][:, mask], series.gnmr[rows][:, mask]
-    kappas = np.array([psi1(column[np.isfinite(column)]) for column in norms.T])
-    history = np.cumsum(np.isfinite(norms), axis=0) - 1  # t - 1 of each observation
-    late = history >= 1
+    finite = np.isfinite(norms)
+    counts = finite.sum(axis=0).astype(np.float64)
+    enough = counts > 1
+    if not enough.any():
+        return Finding("exceedance bound (Theorem 2)", {}, "no unit has two finite norms", "Trace more steps.")
+    norms, gnmr, finite, counts = norms[:, enough], gnmr[:, enough], finite[:, enough], counts[enough]
+    kappas = np.array([psi1(column[there]) for column, there in zip(norms.T, finite.T, strict=True)])
+    late = np.cumsum(finite, axis=0) > 1  # an observation with a history
     table, largest = [], math.inf
     for threshold in THRESHOLDS:
         measured = exceedance(np.where(late, gnmr, np.nan), np.full(len(gnmr), threshold)) or 0.0
-        at = _largest_c(measured, threshold, kappas, history, late)
+        at = _largest_c(measured, threshold, kappas, counts)
         largest = min(largest, at)
         table.append({"alpha": threshold, "measured": measured})
     for row in table:
-        first, second = _bound(largest, row["alpha"], kappas, history, late) if math.isfinite(largest) else (0.0, 0.0)
+        first, second = _bound(largest, row["alpha"], kappas, counts) if math.isfinite(largest) else (0.0, 0.0)
         row |= {"bound": min(1.0, first + second), "first_term": first, "second_term": second}
     figures = {"kappa_median": _median(kappas), "kappa_max": float(np.nanmax(kappas)), "largest_c": largest, "table": table}
     told = ", ".join(f"α {r['alpha']:g}: {r['measured']:.2%} measured, bound {r['bound']:.2%}" for r in table)
@@ -245,36 +250,46 @@ def psi1(norms: Floats) -> float:
     if not x.any():
         return 0.0
     low, high = float(x.max()) / 700, float(x.max()) / math.log(2)
-    for _ in range(60):
+    for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if np.exp(x / middle).mean() > 2 else (low, middle)
     return high
 
 
-def _bound(c: float, alpha: float, kappas: Floats, history: np.ndarray, late: Bools) -> tuple[float, float]:
-    """The theorem's two terms, mean over units and steps."""
-    epsilon = alpha - 1
+def _bound(c: float, alpha: float, kappas: Floats, counts: Floats) -> tuple[float, float]:
+    """The theorem's two terms, mean over units and steps with a history.
+
+    Args:
+        c: the theorem's constant.
+        alpha: the threshold.
+        kappas: κ_b, (U,).
+        counts: observations of each unit, (U,): t - 1 runs from 1 to one less.
+    """
+    epsilon, lengths = alpha - 1, counts - 1
 
     def exponent(size: float) -> Floats:
         with np.errstate(divide="ignore"):
             ratio = size / kappas
-        return np.minimum(ratio**2, ratio)
+        return c * np.minimum(ratio**2, ratio)
 
-    first = np.broadcast_to(np.exp(-c * exponent(epsilon)), history.shape)
-    second = 2 * np.exp(-c * history * exponent(epsilon / alpha))
-    return float(first[late].mean()), float(second[late].mean())
+    first = np.exp(-exponent(epsilon)) * lengths
+    decay = np.exp(-exponent(epsilon / alpha))  # of the second term from one step to the next: a geometric series
+    with np.errstate(divide="ignore", invalid="ignore"):
+        series = np.where(decay < 1, decay * (1 - decay**lengths) / (1 - decay), lengths)
+    total = float(lengths.sum())
+    return float(first.sum()) / total, float(2 * series.sum()) / total
 
 
-def _largest_c(measured: float, alpha: float, kappas: Floats, history: np.ndarray, late: Bools) -> float:
+def _largest_c(measured: float, alpha: float, kappas: Floats, counts: Floats) -> float:
     """The largest c with which the bound is not below what was measured; inf where nothing was."""
-    if measured == 0 or not late.any():
+    if measured == 0:
         return math.inf
     low, high = 0.0, 1.0
-    while sum(_bound(high, alpha, kappas, history, late)) > measured and high < 1e6:
+    while sum(_bound(high, alpha, kappas, counts)) > measured and high < 1e6:
         high *= 2
-    for _ in range(40):
+    for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if sum(_bound(middle, alpha, kappas, history, late)) >= measured else (low, middle)
+        low, high = (middle, high) if sum(_bound(middle, alpha, kappas, counts)) >= measured else (low, middle)
     return low
 
 

@@ -65,7 +65,7 @@ def timeline(series: Series) -> Any:
     units = len(series.names)
     edges = columns(len(series))
     steps = np.append(series.step[edges[:-1]], series.step[-1] + 1).astype(float)
-    tall = min(3.4, max(1.1, 0.14 * units))
+    tall = _height(units)
     figure, axes = plt.subplots(
         5, 1, figsize=(8.6, 2 * tall + 5.2), sharex=True, height_ratios=[tall, tall, 1.1, 1.4, 1.4], layout="constrained"
     )
@@ -92,6 +92,11 @@ def timeline(series: Series) -> Any:
     return figure
 
 
+def _height(units: int) -> float:
+    """Of a heat map, in inches."""
+    return min(3.4, max(1.1, 0.14 * units))
+
+
 def _heat(
     figure: Any, axis: Any, series: Series, scores: np.ndarray, steps: np.ndarray, name: str, active: np.ndarray | None
 ) -> None:
@@ -113,8 +118,8 @@ def _heat(
     title = f"{name}, unit by step"
     if active is not None and active.any():
         where, unit = np.nonzero(active)
-        middle = (steps[:-1] + steps[1:]) / 2
-        axis.vlines(middle[where], unit - 0.08, unit + 0.42, color=LIFTED, linewidth=1.0, rasterized=True)
+        thick = max(1.0, 0.3 * 72 * _height(units) / units)
+        axis.hlines(unit + 0.3, steps[where], steps[where + 1], color=LIFTED, linewidth=thick, rasterized=True)
         title += "; green: on the recovery path"
     if np.isinf(scores).any():
         where, unit = np.nonzero(np.isinf(scores))
@@ -202,6 +207,10 @@ def _bars(axis: Any, counts: dict[int, int]) -> None:
     if rest:
         axis.bar([last], [rest], color=SECOND, width=0.8)
         axis.set_xticks([*range(0, last, 5), last], [*map(str, range(0, last, 5)), f"≥ {last}"])
+    else:
+        from matplotlib.ticker import MaxNLocator
+
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     if len(counts) > 1:
         _log(axis.set_yscale, axis.yaxis)
 
@@ -214,15 +223,16 @@ def exceedances(series: Series) -> Any:
     curves = exceedance_curve(series, thresholds)
     for name, label, color in (("gnmr", "GNMR", LINE), ("delta_gnmr", "ΔGNMR", SECOND)):
         shares = np.array([np.nan if s is None or s == 0 else s for s in curves[name]], dtype=float)
-        axis.plot(thresholds, shares, color=color, label=label)
+        axis.plot(thresholds, shares, color=color, label=label if np.isfinite(shares).any() else f"{label} (never)")
     limits = [("α", series.alpha, LINE), ("β", series.beta, SECOND)]
-    for name, values, color in limits:
-        found = np.unique(values[np.isfinite(values)])
-        for value in found[:3]:
+    for level, (name, values, color) in enumerate(limits):  # each at a height of its own, as α and β may be the same
+        for value in np.unique(values[np.isfinite(values)])[:3]:
             axis.axvline(value, color=color, linewidth=1, linestyle="--")
-            axis.annotate(f" {name} {value:g}", (value, 1), xycoords=("data", "axes fraction"), va="top", fontsize=8)
+            place = (value, 1 - 0.12 * level)
+            axis.annotate(f" {name} {value:g}", place, xycoords=("data", "axes fraction"), va="top", fontsize=8)
     axis.set_xscale("log")
-    _log(axis.set_yscale, axis.yaxis)
+    if any(share for shares in curves.values() for share in shares):
+        _log(axis.set_yscale, axis.yaxis)
     axis.set_xticks([1, 1.5, 2, 3, 5, 10], ["1", "1.5", "2", "3", "5", "10"])
     axis.set_xticks([], minor=True)
     axis.set_title("share of (unit, step) pairs that reach a threshold")

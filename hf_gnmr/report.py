@@ -55,7 +55,8 @@ p { margin: .4rem 0; } .note { color: var(--faint); font-size: .9em; overflow-wr
 table { border-collapse: collapse; font-size: .87em; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .5rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
-thead th { color: var(--faint); font-weight: 600; white-space: normal; overflow-wrap: anywhere; min-width: 5rem; }
+thead th { color: var(--faint); font-weight: 600; white-space: normal; }
+.runs th { overflow-wrap: anywhere; min-width: 5rem; }
 .bar { display: inline-block; height: .6em; background: var(--accent); vertical-align: baseline; margin-left: .4em; }
 dl { margin: 0; } dt { font-weight: 600; margin-top: .7rem; } dd { margin: 0 0 0 1rem; } dd.do { color: var(--accent); }
 details { margin: .6rem 0; } summary { cursor: pointer; font-weight: 600; }
@@ -111,7 +112,7 @@ def _runs_table(summaries: list[dict[str, Any]], labels: list[str]) -> str:
         if all(v is None for v in values):
             continue
         rows.append([name, *(_value(key, v) for v in values)])
-    return _table(["", *labels], rows)
+    return _table(["", *labels], rows, "runs")
 
 
 def _value(key: str, value: Any) -> str:
@@ -124,12 +125,12 @@ def _value(key: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _table(head: list[str], rows: list[list[str]], raw: bool = False) -> str:
-    """A table; cells are escaped unless `raw`."""
-    safe = (lambda text: text) if raw else html.escape
+def _table(head: list[str], rows: list[list[str]], kind: str = "") -> str:
+    """A table; cells are escaped, but for those of `kind` "raw"."""
+    safe = (lambda text: text) if kind == "raw" else html.escape
     lines = ["<tr>" + "".join(f"<td>{safe(cell)}</td>" for cell in row) + "</tr>" for row in rows]
     top = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
-    return f"<div class=wide><table><thead><tr>{top}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+    return f'<div class="wide {kind}"><table><thead><tr>{top}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 
 def _run(series: Series, label: str) -> str:
@@ -167,13 +168,13 @@ def _units(series: Series) -> str:
         return [name, ("–" if share is None else f"{share:.2%}") + bar, *map(str, numbers), *ends]
 
     if len(rows) <= MANY:
-        return _table(head, [cells(row) for row in rows], raw=True)
+        return _table(head, [cells(row) for row in rows], "raw")
     busiest = sorted(rows, key=lambda row: (-row["steps_on_recovery"], -row["triggers"], row["unit"]))[:MANY // 2]
     return (
         f"<p class=note>the {len(busiest)} of {len(rows)} units that were on the recovery path the longest</p>"
-        + _table(head, [cells(row) for row in busiest], raw=True)
+        + _table(head, [cells(row) for row in busiest], "raw")
         + f"<details><summary>all {len(rows)} units</summary>"
-        + _table(head, [cells(row) for row in rows], raw=True) + "</details>"
+        + _table(head, [cells(row) for row in rows], "raw") + "</details>"
     )
 
 

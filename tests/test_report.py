@@ -113,6 +113,16 @@ def test_thinning_keeps_maxima(tmp_path):
     assert len(text) < 5e6 and "maxima are kept" in text
 
 
+def test_a_run_in_which_nothing_ever_happens(tmp_path):
+    norms = np.linspace(2.0, 1.0, 40)[:, None] * np.ones((1, 3))
+    series = read_series(write_trace(tmp_path / "trace.jsonl", norms, trigger="none"))
+    series.gnmr[0] = series.delta_gnmr[0] = 0.9  # not even the first observation, which is 1 by definition
+    text = page([series], ["calm"])
+    assert "GNMR (never)" in text and "dwell: none" in text
+    one = read_series(write_trace(tmp_path / "one.jsonl", norms[:1], trigger="all"))
+    assert "<svg" in page([one], ["a single step"])
+
+
 def test_many_units_are_folded(tmp_path):
     series = read_series(write_trace(tmp_path / "trace.jsonl", stationary(60, 120)))
     text = page([series], ["wide"])
