@@ -44,6 +44,25 @@ def tiny_config(**changes):
     })
 
 
+def random_llama(dtype=torch.float32, **changes):
+    """A tiny LLaMA in memory, in train mode: the same weights at each call, biases too."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(tiny_config(attention_dropout=0.0, **changes)).to(dtype)
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            p.data.normal_()
+    return model.train()
+
+
+def logits_and_gradients(model, ids, autocast=False):
+    """Of one forward and backward; gradients by name."""
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = model(input_ids=ids, labels=ids)
+    out.loss.backward()
+    return out.logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
 def save_llama(folder, dtype=torch.bfloat16, seed=0, **changes):
     torch.manual_seed(seed)
     model = LlamaForCausalLM(tiny_config(**changes)).to(dtype)

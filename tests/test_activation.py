@@ -8,8 +8,16 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import byte_tokenizer, load_int8, tiny_config, token_rows, trace_lines, with_lora
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from conftest import (
+    byte_tokenizer,
+    load_int8,
+    logits_and_gradients,
+    random_llama,
+    token_rows,
+    trace_lines,
+    with_lora,
+)
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 from hf_gnmr import GNMRCallback
 from hf_gnmr.backends import ActivationBackend
@@ -21,25 +29,11 @@ from hf_gnmr.units import find_projections, find_units
 NONE, ALL = np.zeros(21, dtype=bool), np.ones(21, dtype=bool)
 
 
-def llama(dtype=torch.float32, **changes):
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(tiny_config(attention_dropout=0.0, **changes)).to(dtype)
-    for name, p in model.named_parameters():
-        if name.endswith("bias"):
-            p.data.normal_()
-    return model.train()
-
-
 IDS = torch.tensor([row["input_ids"] for row in token_rows(6, 16)])
 
 
 def step(model, autocast=False):
-    """Logits and gradients by name."""
-    model.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        out = model(input_ids=IDS, labels=IDS)
-    out.loss.backward()
-    return out.logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return logits_and_gradients(model, IDS, autocast)
 
 
 class Watched:
@@ -63,10 +57,10 @@ class Watched:
 @pytest.mark.parametrize(("kind", "low", "recovery"), [("float", 4, 8), ("int", 2, 8), ("int", 5, 7), ("float", 6, 16)])
 def test_forward_and_gradients(dtype, autocast, kind, low, recovery):
     bias = {"attention_bias": True, "mlp_bias": True}
-    plain = llama(dtype, **bias)
+    plain = random_llama(dtype, **bias)
     watched = Watched(plain)
     logits, plain_grads = step(plain, autocast)
-    model = llama(dtype, **bias)
+    model = random_llama(dtype, **bias)
     units = find_projections(model)
     assert len(units) == 21
     backend = ActivationBackend(model, units, bits_low=low, bits_recovery=recovery, format=kind)
@@ -95,8 +89,8 @@ def test_forward_and_gradients(dtype, autocast, kind, low, recovery):
 
 
 def test_16_bits_are_the_plain_linear_bit_for_bit():
-    logits, plain = step(llama())
-    model = llama()
+    logits, plain = step(random_llama())
+    model = random_llama()
     backend = ActivationBackend(model, find_projections(model), bits_low=4, bits_recovery=16)
     for switch in (lambda: backend.apply(ALL), backend.apply_exact):
         switch()
@@ -127,7 +121,7 @@ def kept_bytes(model):
 @pytest.mark.parametrize("kind", ["float", "int"])
 def test_memory_is_measured_and_shared_by_projections_that_read_the_same_input(kind):
     rows = IDS.numel()
-    model = llama()
+    model = random_llama()
     plain = kept_bytes(model)
     backend = ActivationBackend(model, find_projections(model), format=kind)
     low, high = (E2M1, E4M3) if kind == "float" else (IntFormat(4), IntFormat(8))
@@ -155,7 +149,7 @@ def test_memory_is_measured_and_shared_by_projections_that_read_the_same_input(k
 
 
 def test_no_gradient_keeps_nothing_and_a_changed_input_is_packed_anew():
-    model = llama()
+    model = random_llama()
     backend = ActivationBackend(model, find_projections(model))
     with torch.no_grad():
         model(input_ids=IDS)
@@ -178,7 +172,7 @@ def test_no_gradient_keeps_nothing_and_a_changed_input_is_packed_anew():
 
 def test_odd_shapes_outliers_and_empty_batches():
     layer = torch.nn.Linear(33, 5)
-    holder = llama()
+    holder = random_llama()
     holder.model.layers[0].mlp.up_proj = layer
     units = [u for u in find_projections(holder) if u.module is layer]
     backend = ActivationBackend(holder, units)
@@ -193,7 +187,7 @@ def test_odd_shapes_outliers_and_empty_batches():
 
 def test_under_lora_it_is_the_input_of_a_that_is_kept():
     torch.manual_seed(0)
-    model = with_lora(llama().requires_grad_(False), trained=True)
+    model = with_lora(random_llama().requires_grad_(False), trained=True)
     logits, plain = step(model)
     units = find_projections(model)
     assert len(units) == 21 and units[0].name == "model.layers.0.self_attn.q_proj"
@@ -214,7 +208,7 @@ def test_under_lora_it_is_the_input_of_a_that_is_kept():
 def test_a_training_under_control(trainer_for, tmp_path, unit):
     rows = token_rows(64)
     callback = GNMRCallback(backend="activation", unit=unit, max_o=2, alpha=0.9, alpha_init_fraction=0.0)
-    trainer = trainer_for(llama(), callback, rows=rows, max_grad_norm=0.5)
+    trainer = trainer_for(random_llama(), callback, rows=rows, max_grad_norm=0.5)
     trainer.train()
     header, lines = trace_lines(tmp_path / "run")
     assert len(header["units"]) == (21 if unit == "projection" else 3) and header["census"]["bytes_per_token"]
@@ -230,14 +224,14 @@ def test_a_training_under_control(trainer_for, tmp_path, unit):
 
 def test_accumulated_micro_batches_count_once(trainer_for, tmp_path):
     callback = GNMRCallback(backend="activation", trigger="none")
-    trainer_for(llama(), callback, gradient_accumulation_steps=3, per_device_train_batch_size=2).train()
+    trainer_for(random_llama(), callback, gradient_accumulation_steps=3, per_device_train_batch_size=2).train()
     _, lines = trace_lines(tmp_path / "run")
     assert {line["saved_tokens"] for line in lines} == {32}
     assert {line["saved_bytes"] for line in lines} == {3 * sum(packed_bytes(32, n, E2M1) for n in (64, 64, 64, 128))}
 
 
 def test_under_compile_the_projections_stay_as_they_are():
-    model = llama()
+    model = random_llama()
     backend = ActivationBackend(model, find_projections(model))
     _, grads = step(model)
     model.zero_grad()
@@ -250,7 +244,7 @@ def test_under_compile_the_projections_stay_as_they_are():
 
 
 def test_a_copy_or_a_saved_model_has_plain_linears(tmp_path):
-    model = llama()
+    model = random_llama()
     backend = ActivationBackend(model, find_projections(model))
     logits, _ = step(model)
     torch.save(model, tmp_path / "model.pt")
@@ -262,7 +256,7 @@ def test_a_copy_or_a_saved_model_has_plain_linears(tmp_path):
 
 
 def test_two_sessions_on_one_model_do_not_undo_each_other():
-    model = llama()
+    model = random_llama()
     first = ActivationBackend(model, find_projections(model))
     second = ActivationBackend(model, find_projections(model))
     first.remove()
@@ -273,7 +267,7 @@ def test_two_sessions_on_one_model_do_not_undo_each_other():
 
 
 def test_modules_that_go_past_it_or_are_shared_are_refused():
-    model = llama()
+    model = random_llama()
     up = model.model.layers[1].mlp.up_proj
     up.forward = up.forward  # as accelerate's hooks leave it
     with pytest.raises(SetupError, match="a forward of its own"):
@@ -285,7 +279,7 @@ def test_modules_that_go_past_it_or_are_shared_are_refused():
 
 
 def test_doubles_under_autocast_stay_doubles():
-    model = llama().double()
+    model = random_llama().double()
     logits, plain = step(model, autocast=True)
     backend = ActivationBackend(model, find_projections(model), bits_low=4, bits_recovery=16)
     ours, _ = step(model, autocast=True)
@@ -306,16 +300,16 @@ def test_routers_of_experts_are_left_alone():
 def test_what_cannot_work_is_refused(tiny, trainer_for):
     with pytest.raises(SetupError, match=r"no projection .* Conv1D"):
         find_projections(GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=64)))
-    model = llama()
+    model = random_llama()
     model.gradient_checkpointing_enable()
     with pytest.raises(SetupError, match="checkpointing keeps no activation"):
         trainer_for(model, GNMRCallback(backend="activation"), gradient_checkpointing=True).train()
     with pytest.raises(SetupError, match="8-bit"):
         trainer_for(with_lora(load_int8(tiny)), GNMRCallback(backend="activation")).train()
-    frozen = llama().requires_grad_(False)
+    frozen = random_llama().requires_grad_(False)
     with pytest.raises(SetupError, match="no trainable parameter|has a trainable parameter"):
         find_projections(frozen)
-    only_norms = llama()
+    only_norms = random_llama()
     for name, p in only_norms.named_parameters():
         p.requires_grad_("norm" in name)
     with pytest.raises(SetupError, match="no projection with trainable parameters"):

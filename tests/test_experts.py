@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import token_rows, trace_lines, with_lora
+from conftest import logits_and_gradients, token_rows, trace_lines, with_lora
 from torch import nn
 from transformers import (
     DeepseekV3Config,
@@ -47,11 +47,8 @@ def mixtral(implementation="eager", **changes):
     return MixtralForCausalLM(config).train()
 
 
-def step(model, ids=IDS):
-    model.zero_grad()
-    out = model(input_ids=ids, labels=ids)
-    out.loss.backward()
-    return out.logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+def step(model):
+    return logits_and_gradients(model, IDS)
 
 
 def same(a, b):

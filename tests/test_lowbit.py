@@ -8,10 +8,9 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from conftest import load_int8, tiny_config, token_rows, trace_lines, with_lora
+from conftest import load_int8, logits_and_gradients, random_llama, token_rows, trace_lines, with_lora
 from test_formats import by_oracle
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM
 
 from hf_gnmr import GNMRCallback
 from hf_gnmr.backends import Fp8Backend, LowBitBackend
@@ -23,15 +22,6 @@ from hf_gnmr.options import Options
 from hf_gnmr.units import find_units
 
 IDS = torch.tensor([row["input_ids"] for row in token_rows(6, 16)])
-
-
-def llama(dtype=torch.float32, **changes):
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(tiny_config(attention_dropout=0.0, **changes)).to(dtype)
-    for name, p in model.named_parameters():
-        if name.endswith("bias"):
-            p.data.normal_()
-    return model.train()
 
 
 def q(form, x, by="row"):
@@ -112,7 +102,7 @@ def test_fp16_autocast_in_forward_and_backward(product):
 
 
 def test_inference_mode(trainer_for):
-    model = llama()
+    model = random_llama()
     backend = LowBitBackend(model, find_units(model))
     with torch.no_grad():
         expected = model.eval()(input_ids=IDS).logits
@@ -159,11 +149,7 @@ def test_empty_batches_one_row_and_shared_inputs(product):
 
 
 def step(model, autocast=False):
-    model.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        out = model(input_ids=IDS, labels=IDS)
-    out.loss.backward()
-    return out.logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return logits_and_gradients(model, IDS, autocast)
 
 
 def same(a, b):
@@ -172,8 +158,8 @@ def same(a, b):
 
 @pytest.mark.parametrize(("dtype", "autocast"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)])
 def test_both_ends_bit_for_bit_and_every_mix_between(dtype, autocast):
-    plain = step(llama(dtype), autocast)
-    model = llama(dtype)
+    plain = step(random_llama(dtype), autocast)
+    model = random_llama(dtype)
     fp8 = Fp8Backend(model, find_units(model), emulate=True)
     emulated = step(model, autocast)
     fp8.apply(fp8.recoverable)
@@ -198,7 +184,7 @@ def test_both_ends_bit_for_bit_and_every_mix_between(dtype, autocast):
 
 
 def test_what_is_switched_and_what_is_left():
-    model = with_lora(llama(attention_bias=True))
+    model = with_lora(random_llama(attention_bias=True))
     backend = LowBitBackend(model, find_units(model))
     switched = [n for n, m in model.named_modules() if type(m).__name__ == "SwitchedLinear"]
     assert len(switched) == 21 and all(n.endswith("_proj.base_layer") for n in switched), "adapters and head are left"
@@ -213,7 +199,7 @@ def test_what_is_switched_and_what_is_left():
 def test_gradient_checkpointing_changes_nothing():
     results = []
     for checkpointing in (False, True):
-        model = llama()
+        model = random_llama()
         LowBitBackend(model, find_units(model))
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -223,7 +209,7 @@ def test_gradient_checkpointing_changes_nothing():
 
 @pytest.mark.parametrize(("eval_path", "expected"), [("low", "low"), ("recovery", "plain"), ("active", "plain")])
 def test_evaluation_runs_the_path_it_is_said_to(eval_path, expected):
-    model = llama()
+    model = random_llama()
     with torch.no_grad():
         logits = {"plain": model.eval()(input_ids=IDS).logits}
         backend = Fp8Backend(model, find_units(model), emulate=True, eval_path=eval_path)
@@ -234,7 +220,7 @@ def test_evaluation_runs_the_path_it_is_said_to(eval_path, expected):
 
 
 def test_copies_and_pickles_are_plain():
-    model = llama()
+    model = random_llama()
     backend = LowBitBackend(model, find_units(model))
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model.model.layers[0]))):
         linears = [m for m in twin.modules() if isinstance(m, torch.nn.Linear)]
@@ -246,7 +232,7 @@ def test_copies_and_pickles_are_plain():
 
 
 def test_a_second_backend_takes_over_and_the_first_does_not_undo_it():
-    model = llama()
+    model = random_llama()
     first = Fp8Backend(model, find_units(model), emulate=True)
     second = LowBitBackend(model, find_units(model))
     low = step(model)
@@ -280,7 +266,7 @@ def test_options_that_are_not_allowed(options, message):
 
 
 def test_models_that_are_refused(tiny):
-    model = llama()
+    model = random_llama()
     with pytest.raises(SetupError, match="no FP8 product on cpu.*emulate=true"):
         Fp8Backend(model, find_units(model))
     assert Fp8Backend(model, find_units(model), emulate="auto").census()["path"].startswith("EMULATED")
@@ -288,11 +274,11 @@ def test_models_that_are_refused(tiny):
     for backend in (Fp8Backend, LowBitBackend):
         with pytest.raises(SetupError, match="over an 8-bit base"):
             backend(eight, find_units(eight), **({"emulate": True} if backend is Fp8Backend else {}))
-    hooked = llama()
+    hooked = random_llama()
     hooked.model.layers[1].mlp.up_proj.forward = lambda x: x
     with pytest.raises(SetupError, match="has a forward of its own"):
         LowBitBackend(hooked, find_units(hooked))
-    shared = llama()
+    shared = random_llama()
     shared.model.layers[1].mlp = shared.model.layers[0].mlp
     with pytest.raises(SetupError, match="are one module"):
         LowBitBackend(shared, find_units(shared))
@@ -303,10 +289,10 @@ def test_shapes_that_the_processor_cannot_take(monkeypatch):
     from hf_gnmr.backends import fp8
 
     monkeypatch.setattr(fp8, "why_not", lambda device: None)
-    model = llama(intermediate_size=100)
+    model = random_llama(intermediate_size=100)
     with pytest.raises(SetupError, match=r"layers\.0\.mlp\.gate_proj is \(100, 64\).*multiples of 16"):
         Fp8Backend(model, find_units(model))
-    model = llama()
+    model = random_llama()
     backend = Fp8Backend(model, find_units(model))
     assert backend.engine == "scaled_mm" and "EMULATED" not in backend.census()["path"]
     ours = step(model)
@@ -323,12 +309,12 @@ def test_shapes_that_the_processor_cannot_take(monkeypatch):
 def test_a_trainer_resumes_bit_for_bit(backend, trainer_for, tmp_path):
     options = {"emulate": True} if backend == "fp8" else {"bits_low": 6}
     settings = {"max_o": 1, "alpha": 0.9, "alpha_init_fraction": 0.0, "backend": backend, **options}
-    model = llama()
+    model = random_llama()
     trainer_for(model, GNMRCallback(**settings), save_strategy="steps", save_steps=3, max_steps=6).train()
     header, straight = trace_lines(tmp_path / "run")
     assert any(line["active"] for line in straight) and header["backend"] == backend
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-    resumed = llama()
+    resumed = random_llama()
     trainer_for(resumed, GNMRCallback(**settings), save_strategy="steps", save_steps=3, max_steps=6).train(
         resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3")
     )
@@ -340,6 +326,6 @@ def test_a_trainer_resumes_bit_for_bit(backend, trainer_for, tmp_path):
     other = {"emulate": True, "backend": "fp8"} if backend == "lowbit" else {"bits_low": 4, "backend": "lowbit"}
     changed = {k: v for k, v in settings.items() if k not in options} | other
     with pytest.raises(ConfigError, match="formats"):
-        trainer_for(llama(), GNMRCallback(**changed), max_steps=6).train(
+        trainer_for(random_llama(), GNMRCallback(**changed), max_steps=6).train(
             resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3")
         )

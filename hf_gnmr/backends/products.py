@@ -47,9 +47,7 @@ class LowBit:
         """x (..., in), weight (out, in), bias (out,) or None -> (..., out), in the dtype that `F.linear` gives."""
         if x.numel() == 0:
             return F.linear(x, weight, bias)
-        given = x
-        x, weight, bias = as_autocast(x, weight, bias)
-        latest.is_new(given, x.dtype)
+        x, weight, bias = _operands(x, weight, bias, latest)
         xq = latest.get(self.form.name, lambda: quantise_rows(_rows(x.detach()), self.form))
         return _LowBit.apply(x, weight, bias, xq, self.form, latest)
 
@@ -70,14 +68,22 @@ class HybridFp8:
         """As `LowBit`'s."""
         if x.numel() == 0:
             return F.linear(x, weight, bias)
-        given = x
-        x, weight, bias = as_autocast(x, weight, bias)
-        latest.is_new(given, x.dtype)
+        x, weight, bias = _operands(x, weight, bias, latest)
         grid, scale = latest.get(f"fp8 {self.engine}", lambda: _fp8(_rows(x.detach()), E4M3, self.engine))
         return _HybridFp8.apply(x, weight, bias, grid, scale, self.engine, latest)
 
 
 Product = LowBit | HybridFp8
+
+
+def _operands(
+    x: Tensor, weight: Tensor, bias: Tensor | None, latest: Latest
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """In the product's dtype; `latest` is told of the input."""
+    given = x
+    x, weight, bias = as_autocast(x, weight, bias)
+    latest.is_new(given, x.dtype)
+    return x, weight, bias
 
 
 def _rows(x: Tensor) -> Tensor:
