@@ -155,6 +155,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
             session.detach()
             raise
         self.session = session
+        self.weights_loaded = False  # told anew by each resume
         self._folder = str(Path(args.output_dir).resolve())
         self._run_id = session.run_id
         self._micro_batches = 0

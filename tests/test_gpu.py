@@ -5,9 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from conftest import load_bf16, load_int8, token_rows, trace_lines, with_lora
+from conftest import load_bf16, load_int8, logits_and_gradients, random_llama, token_rows, trace_lines, with_lora
 
 from hf_gnmr import GNMRCallback
+from hf_gnmr.backends import Fp8Backend, LowBitBackend
+from hf_gnmr.backends.formats import E2M1, E3M2, E4M3, E5M2, quantise
+from hf_gnmr.backends.fp8 import why_not
 from hf_gnmr.backends.int8 import Int8Backend
 from hf_gnmr.units import find_units
 
@@ -67,3 +70,55 @@ def test_layers_on_two_devices(tiny, trainer_for, tmp_path):
     _, lines = trace_lines(tmp_path / "run")
     norms = np.array([line["norms"] for line in lines], dtype=float)
     assert np.isfinite(norms).all() and (norms > 0).all() and any(line["active"] for line in lines)
+
+
+@pytest.mark.parametrize("form", [E2M1, E3M2, E4M3, E5M2], ids=lambda f: f.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scaling", ["token", "tensor", "block"])
+def test_formats_round_as_on_a_cpu(form, dtype, scaling):
+    x = (torch.randn(64, 200) * torch.logspace(-6, 6, 64)[:, None]).to(dtype)
+    x[3], x[7, 5] = 0, 1e20
+    assert torch.equal(quantise(x.cuda(), form, scaling).cpu(), quantise(x, form, scaling))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_in_few_bits(dtype):
+    """All lifted: the plain training, bit for bit; the GPU's FP8 product (where it has one) beside its emulation."""
+    ids = torch.tensor([row["input_ids"] for row in token_rows(6, 16)], device="cuda")
+
+    def same(a, b):
+        return torch.equal(a[0], b[0]) and all(torch.equal(a[1][n], b[1][n]) for n in a[1])
+
+    model = random_llama(dtype).cuda()
+    plain = logits_and_gradients(model, ids)
+    lowbit = LowBitBackend(model, find_units(model), bits_recovery=16)
+    assert not torch.equal(logits_and_gradients(model, ids)[0], plain[0])
+    lowbit.apply(lowbit.recoverable)
+    assert same(logits_and_gradients(model, ids), plain)
+    lowbit.remove()
+    emulated = Fp8Backend(model, find_units(model), emulate=True)
+    slow = logits_and_gradients(model, ids)
+    emulated.remove()
+    if why_not(torch.device("cuda")):
+        pytest.skip("no FP8 on this GPU")
+    backend = Fp8Backend(model, find_units(model))
+    assert backend.engine == "scaled_mm"
+    fast = logits_and_gradients(model, ids)
+    close = {"rtol": 0.02, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.02}
+    torch.testing.assert_close(fast[0], slow[0], **close)
+    for name, grad in fast[1].items():
+        size = slow[1][name].abs().max()
+        torch.testing.assert_close(grad / size, slow[1][name] / size, rtol=0.1, atol=0.02)
+    backend.apply(backend.recoverable)
+    assert same(logits_and_gradients(model, ids), plain)
+    backend.remove()
+
+
+def test_training_in_the_gpus_fp8(trainer_for, tmp_path):
+    if why_not(torch.device("cuda")):
+        pytest.skip("no FP8 on this GPU")
+    callback = GNMRCallback(backend="fp8", max_o=2, alpha=0.9, alpha_init_fraction=0, beta=None)
+    trainer_for(random_llama().cuda(), callback, use_cpu=False, bf16=True).train()
+    header, lines = trace_lines(tmp_path / "run")
+    assert header["census"]["engine"] == "scaled_mm" and any(line["active"] for line in lines)
+    assert all(line["loss"] > 0 for line in lines)

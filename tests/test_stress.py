@@ -81,6 +81,29 @@ def test_a_grid_of_twenty_steps(tmp_path):
     assert json.loads((out / "int-2-8_none_seed1" / "results.json").read_text())["eval_loss"] == low[1], "and the same again"
 
 
+@pytest.mark.slow
+def test_a_grid_of_products_in_two_stages(tmp_path):
+    out = tmp_path / "grid"
+    arguments = [
+        "lowbit_small", *SMALL[1:], "training.max_steps=8", "backend.eval_path=recovery", "--out", str(out), "--max-o", "1",
+        "--arms", "none", "all", "exact", "gnmr:1.5-0.9:off", "random:1.5-0.9:off", "--seeds", "1", "2", "--formats",
+        "lowbit:4:8", "lowbit:4:16",
+    ]
+    command = [sys.executable, str(REPOSITORY / "eval" / "stress.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = {(r["format"], r["arm"]): r for r in json.loads((out / "stress.json").read_text())["rows"]}
+    assert len(rows) == 10 and all(r["seeds"] == [1, 2] for r in rows.values())
+    for form in ("lowbit:4:8", "lowbit:4:16"):
+        assert rows[form, "exact"]["loss"] == rows["lowbit:4:16", "all"]["loss"], "all lifted, unquantised: the plain model"
+    assert rows["lowbit:4:8", "all"]["loss"] != rows["lowbit:4:16", "all"]["loss"]
+    header, first, *_ = map(json.loads, (out / "lowbit-4-8_maxo1_gnmr-1.5-0.9-off_seed1" / "trace.jsonl").open())
+    assert header["config"]["alpha_init"] == 1.5 and header["config"]["alpha"] == 0.9 and header["config"]["beta"] is None
+    assert first["alpha"] == 1.5, "one of eight steps is the first stage"
+    row = rows["lowbit:4:8", "gnmr 1.5-0.9/off"]
+    assert row["against_random"]["seeds"] == 2 and set(row["lifted"]) <= {"layers.0", "layers.1"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
