@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,13 +26,15 @@ from .controller import Bools
 from .metrics import exceedance
 from .replay import NOTE, Replay, mean_recovery_bytes, recorded_config, replay
 from .series import Series, read_series
-from .trace import TraceError, plain, write_text
+from .trace import TraceError, plain, printable, write_text
 
 FIRST_PHASES = (0.1, 0.05, 0.025)
 """Shares of the steps that may get an α of their own, the paper's 0.025 among them."""
 TARGETS = {
     "promotion_ratio": "promotion ratio", "bytes_per_step": "ΔM a step, mean", "exceedance": "exceedance of α and of β",
 }
+TOLERANCE = 0.1
+"""Relative distance from the target, on the steps that were fitted to, up to which it counts as met."""
 BLOCKS = 50
 """Blocks of steps that the run is cut into, for holding some of them out."""
 
@@ -48,6 +52,8 @@ class Proposal:
     """What the target figure is on the steps that were fitted to."""
     held_out: float
     """The same on the held-out steps."""
+    met: bool
+    """Whether `fitted` is within `TOLERANCE` of what was asked for."""
     tenths: list[float]
     """The same over tenths of the run, in their order."""
     steps: tuple[int, int]
@@ -86,6 +92,9 @@ def calibrate(
     with_beta = config.beta is not None if beta is None else beta
     total = series.header.get("total_steps") or size
     usable = series.counted & fit
+    count = int(mask.sum())
+    if isinstance(max_o, int) and max_o > count:
+        raise ConfigError(f"max_o={max_o}: the trace has {count} recoverable units, at most that is allowed")
     more = {} if max_o is None else {"max_o": max_o}
 
     def settings(quantile: float) -> dict[str, Any]:
@@ -113,8 +122,9 @@ def calibrate(
         quantile = _search(lambda q: figure(run(q), fit), wanted, target)
     found = run(quantile)
     tenth = np.minimum(np.arange(size) * 10 // size, 9)
+    fitted = figure(found, fit)
     return Proposal(
-        target, wanted, settings(quantile), figure(found, fit), figure(found, held),
+        target, wanted, found.config.to_dict(), fitted, figure(found, held), abs(fitted / wanted - 1) <= TOLERANCE,
         [figure(found, tenth == i) for i in range(10)], (int(fit.sum()), int(held.sum())),
     )
 
@@ -139,13 +149,24 @@ def _figure(target: str, series: Series) -> Callable[[Replay, Bools], float]:
 
 
 def _upper(scores: np.ndarray, share: float) -> float:
-    """The score that a share of the pairs reaches, to four digits (rounded up, so that ties stay below it)."""
-    seen = scores[np.isfinite(scores)]
-    if len(seen) == 0:
+    """The score that a share of the pairs reaches, to four digits; above it where many pairs tie, and reach it all at once.
+
+    Pairs whose norm is not finite reach every score.
+    """
+    seen = scores[~np.isnan(scores)]
+    if not np.isfinite(seen).any():
         raise ConfigError("no finite score in the steps to fit to")
-    value = float(np.quantile(seen, 1 - min(share, 1.0)))
+    value = float(np.quantile(seen, 1 - min(share, 1.0), method="lower"))
+    if math.isinf(value):
+        broken = float(np.isinf(seen).mean())
+        raise ConfigError(f"a share of {share:.3g} cannot be had: norms that are not finite are {broken:.3g} of all")
     digits = 4 - math.ceil(math.log10(value)) if value > 0 else 4
-    return max(math.ceil(value * 10**digits) / 10**digits, 10.0**-digits)
+    least = 10.0**-digits
+    value = max(math.ceil(value * 10**digits) / 10**digits, least)
+    above = value + least
+    if abs(float((seen >= above).mean()) - share) < abs(float((seen >= value).mean()) - share):
+        return round(above, digits)
+    return value
 
 
 def _search(ratio: Callable[[float], float], wanted: float, target: str) -> float:
@@ -167,7 +188,7 @@ def _search(ratio: Callable[[float], float], wanted: float, target: str) -> floa
 
 def fragment(found: Proposal, command: str, extends: str | None) -> str:
     """A recipe fragment: a `gnmr` section, and what it came to as a comment."""
-    lines = [f"# {command}", *(f"# {line}" for line in in_words(found))]
+    lines = [f"# {printable(command, 400)}", *(f"# {line}" for line in in_words(found))]
     if extends is not None:
         lines.append(f"extends: {json.dumps(extends)}")
     lines.append("gnmr:")
@@ -188,12 +209,19 @@ def in_words(found: Proposal) -> list[str]:
         f"over tenths of the run: {', '.join(map(amount, found.tenths))}",
     ]
     if max(found.tenths) > 3 * min(found.tenths):
-        lines.append("it moves along the run: one pair of thresholds does not hold a rate; the mean over the run is met")
+        lines.append("it moves along the run: one pair of thresholds does not hold a rate")
+    if not found.met:
+        lines.append(
+            f"NOT MET: {amount(found.fitted)} is as near as thresholds come (ties, norms that are not finite, or a fidelity "
+            "warm-up, which no threshold changes)"
+        )
+    elif abs(found.held_out / found.wanted - 1) > 0.25:
+        lines.append("it does not carry over well: the held-out steps differ by more than a quarter")
     return [*lines, NOTE]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; returns the exit status (2: something to mend)."""
+    """Command line; returns the exit status (1: the target is not met, 2: something to mend)."""
     parser = argparse.ArgumentParser(prog="hf-gnmr calibrate", description="Thresholds that meet a target on a trace.")
     parser.add_argument("trace", help="trace.jsonl, or the folder of a run")
     wanted = parser.add_mutually_exclusive_group(required=True)
@@ -211,12 +239,19 @@ def main(argv: list[str] | None = None) -> int:
         target, value = next((name, v) for name in TARGETS if (v := getattr(options, name)) is not None)
         if target == "bytes_per_step":
             value = float(parse_bytes("--bytes-per-step", value))
+        series = read_series(options.trace, strict=False)
         found = calibrate(
-            read_series(options.trace), target, value, held_out=options.held_out,
+            series, target, value, held_out=options.held_out,
             beta=None if options.beta is None else options.beta == "on", max_o=options.max_o,
         )
-        command = f"hf-gnmr calibrate {options.trace} --{target.replace('_', '-')} {value:g}"
-        text = fragment(found, command, options.extends)
+        command = shlex.join(["hf-gnmr", "calibrate", *(sys.argv[1:] if argv is None else argv)])
+        extends = options.extends
+        if extends is not None:
+            if not Path(extends).is_file():
+                raise ConfigError(f"--extends {extends}: no such file")
+            # A recipe names the one it extends as seen from its own folder.
+            extends = os.path.relpath(extends, Path(options.output).resolve().parent if options.output else Path.cwd())
+        text = fragment(found, command, extends)
         if options.output is not None:
             if Path(options.output).exists():
                 raise ConfigError(f"--output {options.output} exists already: name another file")
@@ -224,15 +259,24 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, TraceError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    for trouble in series.troubles:
+        print(f"warning: {trouble}", file=sys.stderr)
     if options.json:
         print(json.dumps(plain(vars(found)), indent=2))
     else:
         print(text, end="")
-    return 0
+    return 0 if found.met else 1
 
 
 def _number(text: str) -> int | float:
-    return float(text) if "." in text else int(text)
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from importlib import import_module
 
@@ -33,7 +34,13 @@ def main(argv: list[str] | None = None) -> int:
     gguf.add_argument("folder", help="to be made")
     if arguments[:1] and arguments[0] in COMMANDS:
         # Each has its own parser, and imports what it needs: a trace is shown without torch being loaded.
-        return int(import_module(f".{COMMANDS[arguments[0]][0]}", __package__).main(arguments[1:]))
+        try:
+            status = int(import_module(f".{COMMANDS[arguments[0]][0]}", __package__).main(arguments[1:]))
+            sys.stdout.flush()
+        except BrokenPipeError:  # `| head` has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        return status
     options = parser.parse_args(arguments)
     try:
         from .models import import_gguf

@@ -1,9 +1,11 @@
 """What the paper's theory asks of a trace, and what to do about the answer: ``hf-gnmr diagnose TRACE``.
 
-* Theorem 1's controller-efficacy condition: π_b = Pr(R ≥ 1 one step later | b was selected), estimated with Wilson intervals
-  and set against the rate of units that were not selected.
+* Theorem 1's controller-efficacy condition: π_b = Pr(R ≥ 1 one step later | b was selected), set against the rate of units
+  that were not selected.  Selections come in runs, so the interval of all units together is a bootstrap over blocks of
+  steps; those of single units are Wilson's, as if selections were independent.
 * Theorem 2: the measured exceedance of GNMR against its bound.  The theorem names a constant c > 0 and not its value, so the
-  largest c with which the bound holds on this trace is given; κ_b is the ψ₁ norm of n / mean(n) − 1.
+  largest c with which the bound holds on this trace is given, for the mean over units and for each unit by itself; κ_b is
+  the ψ₁ norm of n / mean(n) − 1.
 * How the history's mean settles, and whether norms drift away from it.
 * Overlap of GNMR's and ΔGNMR's triggers; units that are always or never chosen; oscillation.
 
@@ -16,6 +18,7 @@ import argparse
 import json
 import math
 import sys
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +27,7 @@ import numpy as np
 from .config import ConfigError
 from .controller import Floats
 from .metrics import by_unit, exceedance
+from .replay import recorded_config, replay
 from .series import Series, read_series, run_lengths
 from .trace import TraceError, plain
 
@@ -52,8 +56,15 @@ def diagnose(series: Series) -> list[Finding]:
     """
     if not series.counted.any() or not series.recoverable.any():
         raise ConfigError(f"{series.path}: no step that counts or no recoverable unit: there is nothing to diagnose")
-    return [efficacy(series), concentration_bound(series), history_mean(series), overlap(series), chosen(series),
-            oscillation(series)]
+    return [
+        efficacy(series), concentration_bound(series), history_mean(series), overlap(series), chosen(series),
+        oscillation(series),
+    ]
+
+
+def by_thresholds(series: Series) -> bool:
+    """Whether the run chose by R and locks, so that these are what to turn."""
+    return bool(series.header["trigger"] == "gnmr")
 
 
 def efficacy(series: Series) -> Finding:
@@ -64,7 +75,7 @@ def efficacy(series: Series) -> Finding:
     after = (series.risk[1:] >= 1.0)[pairs][:, mask]
     hits, number = int((selected & after).sum()), int(selected.sum())
     others, base = int((~selected).sum()), int((~selected & after).sum())
-    low, high = wilson(hits, number)
+    low, high = block_interval((selected & after).sum(axis=1), selected.sum(axis=1))
     names = [n for n, there in zip(series.names, mask.tolist(), strict=True) if there]
     units = [
         {"name": name, "selections": int(s.sum()), "still_above": (above := int((s & a).sum())),
@@ -83,14 +94,14 @@ def efficacy(series: Series) -> Finding:
         f"π = {rate:.1%} (95%: {low:.1%} to {high:.1%}) of {number} selections were still above the threshold one step "
         f"later; of units that were not selected {0.0 if elsewhere is None else elsewhere:.1%} were above it"
     )
-    if series.header.get("trigger") != "gnmr":
+    if not by_thresholds(series):
         advice = "This run did not choose by R: it says how long spikes last, not how well thresholds work."
     elif elsewhere is not None and low <= elsewhere:
         advice = "A selection predicts nothing about the next step: raise α and β, or hold the random control against it."
     elif rate < 0.3:
-        advice = "Most spikes are over when the recovery path runs: raise α, so that seats go to those that last."
+        advice = "Most spikes are over when the recovery path runs; hold the random control against this before trusting it."
     else:
-        advice = "The condition holds with room: a selected unit is likely still at risk when it runs the recovery path."
+        advice = "The condition holds: a selected unit is likelier than others to be at risk when its recovery path runs."
     return Finding("controller efficacy (Theorem 1)", figures, says, advice)
 
 
@@ -100,25 +111,34 @@ def concentration_bound(series: Series) -> Finding:
     norms, gnmr = series.norms[rows][:, mask], series.gnmr[rows][:, mask]
     finite = np.isfinite(norms)
     counts = finite.sum(axis=0).astype(np.float64)
-    enough = counts > 1
+    with np.errstate(invalid="ignore"):
+        enough = (counts > 1) & (np.where(finite, norms, 0.0).sum(axis=0) > 0)
     if not enough.any():
-        return Finding("exceedance bound (Theorem 2)", {}, "no unit has two finite norms", "Trace more steps.")
+        return Finding("exceedance bound (Theorem 2)", {}, "no unit has two finite norms above 0", "Trace more steps.")
     norms, gnmr, finite, counts = norms[:, enough], gnmr[:, enough], finite[:, enough], counts[enough]
     kappas = np.array([psi1(column[there]) for column, there in zip(norms.T, finite.T, strict=True)])
     late = np.cumsum(finite, axis=0) > 1  # an observation with a history
-    table, largest = [], math.inf
+    table, largest, of_each = [], math.inf, math.inf
     for threshold in THRESHOLDS:
-        measured = exceedance(np.where(late, gnmr, np.nan), np.full(len(gnmr), threshold)) or 0.0
-        at = _largest_c(measured, threshold, kappas, counts)
-        largest = min(largest, at)
+        scores, limit = np.where(late, gnmr, np.nan), np.full(len(gnmr), threshold)
+        measured = exceedance(scores, limit) or 0.0
+        largest = min(largest, _largest_c(measured, threshold, kappas, counts))
+        for unit in range(len(kappas)):
+            share = exceedance(scores[:, unit : unit + 1], limit) or 0.0
+            if of_each > 0 and share > sum(_bound(min(of_each, 1e6), threshold, kappas[[unit]], counts[[unit]])):
+                of_each = _largest_c(share, threshold, kappas[[unit]], counts[[unit]])
         table.append({"alpha": threshold, "measured": measured})
     for row in table:
         first, second = _bound(largest, row["alpha"], kappas, counts) if math.isfinite(largest) else (0.0, 0.0)
         row |= {"bound": min(1.0, first + second), "first_term": first, "second_term": second}
-    figures = {"kappa_median": _median(kappas), "kappa_max": float(np.nanmax(kappas)), "largest_c": largest, "table": table}
+    figures = {"kappa_median": _median(kappas), "kappa_max": float(np.nanmax(kappas)), "largest_c": largest,
+               "largest_c_of_each_unit": of_each, "table": table}
     told = ", ".join(f"α {r['alpha']:g}: {r['measured']:.2%} measured, bound {r['bound']:.2%}" for r in table)
     middle, worst = _median(kappas), float(np.nanmax(kappas))
-    says = f"κ is {middle:.2f} (median) to {worst:.2f}; the bound holds up to c = {largest:.2g}; {told}"
+    says = (
+        f"κ is {middle:.2f} (median) to {worst:.2f}; the bound holds up to c = {largest:.2g} for the mean over units, up to "
+        f"{of_each:.2g} for each by itself; mean over units: {told}"
+    )
     if worst > 1:
         advice = "Norms of some unit are heavy-tailed or drift (κ above 1): calibrate on a trace, and trust no formula."
     elif largest < 0.05:
@@ -130,15 +150,24 @@ def concentration_bound(series: Series) -> Finding:
 
 def history_mean(series: Series) -> Finding:
     """How the running mean settles, and drift."""
+    steps = series.step[series.counted]
     norms = series.norms[series.counted][:, series.recoverable]
     finite = np.where(np.isfinite(norms), norms, np.nan)
+    finite = finite[:, np.nansum(finite, axis=0) > 0]
+    if finite.shape[1] == 0:
+        return Finding("history mean", {}, "no finite norm above 0", "Mend what makes the gradients so first.")
     with np.errstate(invalid="ignore", divide="ignore"):
         running = np.nancumsum(finite, axis=0) / np.maximum(np.cumsum(np.isfinite(finite), axis=0), 1)
         off = np.abs(running / running[-1] - 1)
-    within = [int(np.flatnonzero(~(column <= 0.1))[-1]) + 1 if (~(column <= 0.1)).any() else 0 for column in off.T]
+    wrong = [np.flatnonzero(~(column <= 0.1)) for column in off.T]
+    within = [int(steps[min(len(steps) - 1, last[-1] + 1 if len(last) else 0)]) for last in wrong]
     tenth = max(1, len(finite) // 10)
-    with np.errstate(invalid="ignore", divide="ignore"):
+    with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
+        warnings.simplefilter("ignore")  # a unit without a finite norm in a tenth has no drift
         drift = np.nanmean(finite[-tenth:], axis=0) / np.nanmean(finite[:tenth], axis=0)
+    drift = drift[np.isfinite(drift) & (drift > 0)]
+    if len(drift) == 0:
+        return Finding("history mean", {}, "no unit has finite norms at both ends of the run", "Trace more steps.")
     moved = float(np.mean((drift < 1 / DRIFT) | (drift > DRIFT)))
     settled, middle = _median(np.array(within, dtype=float)), _median(drift)
     least, most = float(np.nanmin(drift)), float(np.nanmax(drift))
@@ -148,7 +177,7 @@ def history_mean(series: Series) -> Finding:
     }
     says = (
         f"the history's mean stays within 10% of its last value from step {settled:.0f} on (worst unit: {max(within)} of "
-        f"{len(finite)}); norms of the last tenth are {middle:.2f} × those of the first (from {least:.2f} to {most:.2f}; "
+        f"{steps[-1]}); norms of the last tenth are {middle:.2f} × those of the first (from {least:.2f} to {most:.2f}; "
         f"{moved:.0%} of the units beyond a factor of {DRIFT:g})"
     )
     fell, rose = float(np.mean(drift < 1 / DRIFT)), float(np.mean(drift > DRIFT))
@@ -171,7 +200,9 @@ def overlap(series: Series) -> Finding:
     total = sum(u["triggers"] for u in units)
     figures = {"triggers": total, "by_gnmr": only_gnmr, "by_delta_gnmr": only_delta, "by_both": both, "not_finite": broken}
     says = f"{total} triggers: {only_gnmr} by GNMR alone, {only_delta} by ΔGNMR alone, {both} by both, {broken} not finite"
-    if total < FEW:
+    if not by_thresholds(series):
+        advice = f"This run chose by {series.header['trigger']}: thresholds took no part."
+    elif total < FEW:
         advice = "Too few to tell the two apart."
     elif np.isnan(series.beta[series.counted]).all():
         advice = "Δ-GNMR is off: sudden jumps of a unit whose norm is low on the whole go unseen."
@@ -194,7 +225,9 @@ def chosen(series: Series) -> Finding:
     figures = {"always": always, "never": never, "share_of_the_busiest_tenth": top}
     says = f"{len(always)} of {len(units)} units nearly always on the recovery path, {len(never)} never"
     says += "" if top is None else f"; the busiest tenth of them has {top:.0%} of all lifted steps"
-    if top is None:
+    if not by_thresholds(series) and top is not None:
+        advice = f"This run chose by {series.header['trigger']}: that is where its lifts went."
+    elif top is None:
         advice = "Nothing was lifted: lower α, or this run has no need of it."
     elif always:
         advice = f"Lift {', '.join(always[:3])} for good (they take seats from the others), or raise α."
@@ -223,13 +256,52 @@ def oscillation(series: Series) -> Finding:
     )
     if len(lengths) < FEW:
         advice = "Too few to tell."
+    elif not by_thresholds(series):
+        advice = f"This run chose by {series.header['trigger']}: locks took no part."
     elif back > 0.3 * len(lengths):
-        advice = "Choices flicker: raise T_lock by one or two."
+        advice = _longer_locks(series, figures)
     elif once > 0.9 * len(lengths):
         advice = "Nearly every choice lasts a single step: is T_lock 0? A spike that is over within a step may need none."
     else:
         advice = "No flicker to speak of."
     return Finding("oscillation", figures, says, advice)
+
+
+def _longer_locks(series: Series, figures: dict[str, Any]) -> str:
+    """What replays with longer locks would switch, against the recorded T_lock; adds it to `figures`."""
+    now = recorded_config(series).t_lock
+    figures["switches_per_lifted_step"] = {}
+    for t_lock in (now, now + 1, now + 2):
+        found = replay(series, {"t_lock": t_lock})
+        lifted = int(found.active.sum())
+        switches = found.figures(series)["switches"]
+        figures["switches_per_lifted_step"][str(t_lock)] = switches / lifted if lifted else None
+    rates = figures["switches_per_lifted_step"]
+    first, last = rates[str(now)], rates[str(now + 2)]
+    told = ", ".join(f"T_lock {t}: {rate:.2f}" for t, rate in rates.items() if rate is not None)
+    if first and last is not None and last < 0.8 * first:
+        return f"Choices flicker; a longer T_lock would calm them (replayed switches per lifted step, {told})."
+    return f"Choices flicker, and a longer T_lock would hardly calm them (replayed switches per lifted step, {told})."
+
+
+def block_interval(hits: np.ndarray, numbers: np.ndarray) -> tuple[float, float]:
+    """95% interval of Σ hits / Σ numbers by a bootstrap over blocks of steps, for events that come in runs.
+
+    Args:
+        hits, numbers: per step, (S,).
+
+    Returns:
+        Wilson's interval where there are fewer than ten blocks with an event; never narrower than it.
+    """
+    low, high = wilson(int(hits.sum()), int(numbers.sum()))
+    blocks = np.array_split(np.arange(len(hits)), max(1, min(100, len(hits) // 20)))
+    table = np.array([[hits[b].sum(), numbers[b].sum()] for b in blocks], dtype=np.float64)
+    table = table[table[:, 1] > 0]
+    if len(table) < 10:
+        return low, high
+    drawn = table[np.random.default_rng(0).integers(0, len(table), (1000, len(table)))].sum(axis=1)
+    below, above = np.quantile(drawn[:, 0] / drawn[:, 1], [0.025, 0.975])
+    return min(low, float(below)), max(high, float(above))
 
 
 def wilson(hits: int, number: int, z: float = 1.959964) -> tuple[float, float]:
@@ -304,10 +376,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="all figures as JSON")
     options = parser.parse_args(argv)
     try:
-        findings = diagnose(read_series(options.trace))
+        series = read_series(options.trace, strict=False)
+        findings = diagnose(series)
     except (ConfigError, TraceError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    for trouble in series.troubles:
+        print(f"warning: {trouble}", file=sys.stderr)
     if options.json:
         print(json.dumps(plain([vars(f) for f in findings]), indent=2))
     else:

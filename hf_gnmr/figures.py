@@ -1,29 +1,38 @@
 """Figures of a run, from its trace as arrays (matplotlib, the extra ``report``).
 
-Long runs are thinned to at most `COLUMNS` columns of equal numbers of steps, and maxima are kept: a column shows the highest
-score, any unit that was lifted, and the range between the lowest and the highest loss in it.
+The axis is the optimizer step, cut into at most `COLUMNS` columns of equal width.  Maxima are kept: a column shows the
+highest score, any unit that was lifted, and the range from the lowest to the highest loss in it; more than `ROWS` units
+share rows in the same way.  A column without a line, where steps are missing, stays blank.  Heat maps are pictures of whole
+pixels a cell.
 
 Colours that depend on the page's scheme are drawn in stand-ins (`INK`, `FAINT`), which the page replaces.
 """
 
 from __future__ import annotations
 
-import warnings
+import itertools
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from .config import SetupError
-from .metrics import dwell, exceedance_curve
+from .metrics import dwell, exceedance_curve, share_active, switches_by_step
 from .series import Series
+from .trace import printable
 
-COLUMNS = 1000
+COLUMNS = 600
+ROWS = 160
+PIXELS = 1200
+"""Least width of a heat map's picture; a browser that draws it smaller blends cells, and loses none."""
 INK, FAINT = "#1c2431", "#8a94a4"
 """Stand-ins for the text's colour and that of lines behind."""
-LIFTED, LINE, SECOND, LIMIT = "#0d9488", "#2563eb", "#d97706", "#dc2626"
-RUNS = ("#2563eb", "#d97706", "#0d9488", "#9333ea", "#dc2626", "#65a30d", "#0891b2", "#be185d")
-"""Colours of runs side by side."""
+LIFTED, LINE, SECOND, LIMIT = "#00a3ff", "#0072b2", "#d55e00", "#cc0000"
+RUNS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
+"""Colours of runs side by side, told apart by colour-blind readers too; with the styles they repeat after 24 runs."""
+STYLES = ("-", "--", ":", "-.")
 
 
 def pyplot() -> Any:
@@ -49,46 +58,70 @@ def pyplot() -> Any:
     return plt
 
 
-def columns(size: int) -> np.ndarray:
-    """Edges of the columns that `size` lines are thinned to, (columns + 1,)."""
-    return np.unique(np.linspace(0, size, min(size, COLUMNS) + 1).astype(np.int64))
+@dataclass
+class Columns:
+    """The step axis in columns."""
 
+    edges: np.ndarray
+    """(C + 1,): step numbers."""
+    index: np.ndarray
+    """(S,): the column of each line."""
 
-def thin(values: np.ndarray, edges: np.ndarray, reduce: np.ufunc) -> np.ndarray:
-    """Values (S, ...) to one row a column, by a ufunc such as `np.fmax`, which passes over nan."""
-    return reduce.reduceat(values, edges[:-1], axis=0)
+    @classmethod
+    def of(cls, series: Series) -> Columns:
+        """At most `COLUMNS`, over the steps from the first line's to the last one's."""
+        first, last = int(series.step[0]), int(series.step[-1])
+        count = min(COLUMNS, last - first + 1)
+        edges = first + (np.arange(count + 1) * (last - first + 1)) / count
+        index = ((series.step - first) * count) // (last - first + 1)
+        return cls(edges, index)
+
+    @property
+    def there(self) -> np.ndarray:
+        """(C,): columns with a line."""
+        return np.bincount(self.index, minlength=len(self.edges) - 1) > 0
+
+    @property
+    def middle(self) -> np.ndarray:
+        """(C,): where to draw; a column of one step at that step."""
+        return (self.edges[:-1] + self.edges[1:] - 1) / 2
+
+    def reduce(self, values: np.ndarray, by: np.ufunc) -> np.ndarray:
+        """(S, ...) to (C, ...) by a ufunc such as `np.fmax`, which passes over nan; blank columns are nan, or False."""
+        found = by.reduceat(values, np.flatnonzero(np.diff(self.index, prepend=-1)), axis=0)
+        out = np.full((len(self.edges) - 1, *values.shape[1:]), False if values.dtype == bool else np.nan)
+        out[self.there] = found
+        return out.astype(bool) if values.dtype == bool else out
 
 
 def timeline(series: Series) -> Any:
     """Heat maps of GNMR, with the recovery set, and of ΔGNMR; active units; loss; gradient norm: on one step axis."""
     plt = pyplot()
-    units = len(series.names)
-    edges = columns(len(series))
-    steps = np.append(series.step[edges[:-1]], series.step[-1] + 1).astype(float)
-    tall = _height(units)
+    columns = Columns.of(series)
+    tall = _height(len(series.names))
     figure, axes = plt.subplots(
         5, 1, figsize=(8.6, 2 * tall + 5.2), sharex=True, height_ratios=[tall, tall, 1.1, 1.4, 1.4], layout="constrained"
     )
-    active = thin(series.active, edges, np.logical_or)
-    _heat(figure, axes[0], series, thin(series.gnmr, edges, np.fmax), steps, "GNMR", active)
-    _heat(figure, axes[1], series, thin(series.delta_gnmr, edges, np.fmax), steps, "ΔGNMR", None)
-    left = steps[:-1]
-    count = thin(series.active.sum(axis=1), edges, np.maximum)
-    axes[2].fill_between(left, count, step="post", color=LIFTED, alpha=0.8, linewidth=0)
+    _heat(figure, axes[0], series, columns, series.gnmr, "GNMR", series.active)
+    _heat(figure, axes[1], series, columns, series.delta_gnmr, "ΔGNMR", None)
+    count = columns.reduce(series.active.sum(axis=1).astype(float), np.fmax)
+    axes[2].stairs(np.nan_to_num(count), columns.edges, fill=True, color=LIFTED, alpha=0.8)
     limit = int(series.header["max_o"])
     axes[2].axhline(limit, color=LIMIT, linewidth=1, linestyle="--")
     axes[2].set_title(f"units on the recovery path (maxO {limit}, dashed)")
-    axes[2].set_ylim(0, max(limit, int(count.max(initial=0))) * 1.08 + 0.1)
-    _curve(axes[3], series.loss, edges, left, LINE)
-    axes[3].set_title("loss" if np.isfinite(series.loss).any() else "loss (not recorded)")
-    _curve(axes[4], series.grad_norm, edges, left, SECOND)
-    axes[4].set_title("gradient norm, all parameters, before clipping")
+    axes[2].set_ylim(0, max(limit, int(np.nanmax(count))) * 1.08 + 0.1)
+    _curve(axes[3], series.loss, series.loss_given, columns, LINE)
+    axes[3].set_title("loss (bold: moving mean)" if series.loss_given.any() else "loss (not recorded)")
+    _curve(axes[4], series.grad_norm, np.ones(len(series), dtype=bool), columns, SECOND)
+    axes[4].set_title("gradient norm, all parameters, before clipping (bold: moving mean)")
     positive = series.grad_norm[np.isfinite(series.grad_norm)]
-    if len(positive) and positive.min() > 0:
+    if len(positive) and 0 < positive.min() * 1.01 < positive.max():
         _log(axes[4].set_yscale, axes[4].yaxis)
-    axes[4].set_xlabel("optimizer step" + ("" if len(series) <= COLUMNS else ", several to a column; maxima are kept"))
+    several = columns.edges[1] - columns.edges[0] > 1
+    axes[4].set_xlabel("optimizer step" + (", several to a column; maxima are kept" if several else ""))
     for axis in axes[2:]:
         axis.grid(True)
+    axes[0].set_xlim(columns.edges[0] - 0.5, columns.edges[-1] - 0.5)
     return figure
 
 
@@ -98,38 +131,55 @@ def _height(units: int) -> float:
 
 
 def _heat(
-    figure: Any, axis: Any, series: Series, scores: np.ndarray, steps: np.ndarray, name: str, active: np.ndarray | None
+    figure: Any, axis: Any, series: Series, columns: Columns, scores: np.ndarray, name: str, active: np.ndarray | None
 ) -> None:
-    from matplotlib.colors import LogNorm
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LogNorm, to_rgba
 
     plt = pyplot()
     units = len(series.names)
-    finite = scores[np.isfinite(scores)]
+    group = math.ceil(units / ROWS)
+    rows = math.ceil(units / group)
+    shown = by_rows(columns.reduce(scores, np.fmax), group, np.fmax)
+    finite = shown[np.isfinite(shown)]
     top = max(2.0, float(np.quantile(finite, 0.999)) if len(finite) else 2.0)
-    shown = np.where(np.isinf(scores), top, scores)  # what is not finite is the top of the scale, and marked
-    mesh = axis.pcolormesh(
-        steps, np.arange(units + 1) - 0.5, np.ma.masked_invalid(shown.T), cmap=plt.get_cmap("magma_r"),
-        norm=LogNorm(0.5, top, clip=True), rasterized=True,
+    scale = ScalarMappable(LogNorm(0.5, top, clip=True), plt.get_cmap("magma_r"))
+    cells = np.asarray(scale.to_rgba(np.where(np.isfinite(shown), shown, top))).transpose(1, 0, 2)  # not finite: the top
+    cells[np.isnan(shown).T] = (0, 0, 0, 0)
+    # Whole pixels: four or more to a cell's height, so that the lowest ones can show who was lifted.
+    wide, high = math.ceil(PIXELS / cells.shape[1]), max(4, math.ceil(240 / rows))
+    picture = np.repeat(np.repeat(cells, high, axis=0), wide, axis=1)
+    several = "" if group == 1 else f"; {group} units to a row, the highest shown"
+    title = f"{name}, unit by step{several}"
+    if active is not None and active.any():
+        lifted = by_rows(columns.reduce(active, np.logical_or), group, np.logical_or).T
+        bars = np.zeros((rows, high), dtype=bool)
+        bars[:, -max(1, round(0.3 * high)) :] = True
+        where = (lifted[:, None, :] & bars[:, :, None]).reshape(rows * high, -1)
+        picture[np.repeat(where, wide, axis=1)] = to_rgba(LIFTED)
+        title += "; blue bars: on the recovery path"
+    edges = columns.edges - 0.5
+    axis.imshow(
+        picture, aspect="auto", interpolation="none", extent=(edges[0], edges[-1], rows - 0.5, -0.5), origin="upper"
     )
-    bar = figure.colorbar(mesh, ax=axis, pad=0.01, aspect=14, extend="both")
+    broken = np.isinf(shown)
+    if broken.any():
+        column, row = np.nonzero(broken)
+        axis.plot(columns.middle[column], row, "x", color=LIMIT, markersize=4)
+        title += "; red: not finite"
+    bar = figure.colorbar(scale, ax=axis, pad=0.01, aspect=14, extend="both")
     bar.ax.minorticks_off()
     marks = [t for t in (0.5, 1, 1.5, 2, 3, 5, 10, 30, 100) if t <= top]
     bar.set_ticks(marks, labels=[f"{t:g}" for t in marks])
-    title = f"{name}, unit by step"
-    if active is not None and active.any():
-        where, unit = np.nonzero(active)
-        thick = max(1.0, 0.3 * 72 * _height(units) / units)
-        axis.hlines(unit + 0.3, steps[where], steps[where + 1], color=LIFTED, linewidth=thick, rasterized=True)
-        title += "; green: on the recovery path"
-    if np.isinf(scores).any():
-        where, unit = np.nonzero(np.isinf(scores))
-        axis.plot(((steps[:-1] + steps[1:]) / 2)[where], unit, "x", color=LIMIT, markersize=4)
-        title += "; red: not finite"
     axis.set_title(title)
-    axis.invert_yaxis()
     axis.grid(False)
-    ticks = np.unique(np.linspace(0, units - 1, min(units, 12)).round().astype(int))
-    axis.set_yticks(ticks, [short_name(series.names[i]) for i in ticks], fontsize=8)
+    ticks = np.unique(np.linspace(0, rows - 1, min(rows, 12)).round().astype(int)).tolist()
+    axis.set_yticks(ticks, [short_name(series.names[i * group]) for i in ticks], fontsize=8)
+
+
+def by_rows(values: np.ndarray, group: int, by: np.ufunc) -> np.ndarray:
+    """(C, U) to (C, rows): each row `group` units together."""
+    return values if group == 1 else by.reduceat(values, np.arange(0, values.shape[1], group), axis=1)
 
 
 def _log(set_scale: Callable[[str], None], axis: Any) -> None:
@@ -147,35 +197,39 @@ def _log(set_scale: Callable[[str], None], axis: Any) -> None:
 def short_name(name: str) -> str:
     """A unit's name without what all have in common."""
     parts = [p for p in name.split(".") if p not in ("model", "layers", "self_attn", "mlp", "transformer", "h", "decoder")]
-    return ".".join(parts) or name
+    return printable(".".join(parts) or name, 24)
 
 
-def moving_mean(values: np.ndarray, width: int) -> np.ndarray:
-    """Mean of the finite values in a window around each, (S,); nan where the value itself is not finite."""
-    there = np.isfinite(values)
-    kernel = np.ones(width)
-    counts = np.convolve(there, kernel, "same")
-    sums = np.convolve(np.where(there, values, 0.0), kernel, "same")
-    return np.where(there, sums / np.maximum(counts, 1), np.nan)
-
-
-def _curve(axis: Any, values: np.ndarray, edges: np.ndarray, left: np.ndarray, color: str, label: str | None = None) -> None:
+def _curve(
+    axis: Any, values: np.ndarray, given: np.ndarray, columns: Columns, color: str, label: str | None = None,
+    style: str = "-",
+) -> None:
+    """A thin line through each column's lowest and highest value, a bold moving mean, and crosses where not finite."""
     finite = np.where(np.isfinite(values), values, np.nan)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        low, high = thin(finite, edges, np.fmin), thin(finite, edges, np.fmax)
-    if len(finite) > len(left):
-        axis.fill_between(left, low, high, color=color, alpha=0.3, linewidth=0)
-    width = max(1, len(values) // 100)
-    if len(values) > 3 * width:
-        axis.plot(left, moving_mean(values, width)[edges[:-1]], color=color, linewidth=1.4, label=label)
-        if len(finite) <= len(left):
-            axis.plot(left, finite, color=color, linewidth=0.5, alpha=0.4)
-    else:
-        axis.plot(left, finite[edges[:-1]], color=color, linewidth=1.2, marker="." if len(left) < 60 else None, label=label)
-    broken = np.flatnonzero(np.isinf(values))
-    if len(broken) and np.isfinite(finite).any():
-        axis.plot(broken, np.full(len(broken), np.nanmax(finite)), "x", color=LIMIT, markersize=4)
+    if np.isfinite(finite).any():
+        low, high = columns.reduce(finite, np.fmin), columns.reduce(finite, np.fmax)
+        both = np.stack([low, high], axis=1).ravel()
+        axis.plot(np.repeat(columns.middle, 2), both, color=color, linewidth=0.7, alpha=0.5)
+        mean = moving_mean(finite, columns)
+        dot = "." if len(columns.middle) < 60 else None
+        axis.plot(columns.middle, mean, color=color, linewidth=1.5, label=label, linestyle=style, marker=dot)
+    broken = given & ~np.isfinite(values)
+    if broken.any():
+        at = np.unique(columns.index[broken])
+        place = np.nanmax(finite) if np.isfinite(finite).any() else 1.0
+        axis.plot(columns.middle[at], np.full(len(at), place), "x", color=LIMIT, markersize=5)
+
+
+def moving_mean(values: np.ndarray, columns: Columns) -> np.ndarray:
+    """Mean of the finite values (S,) in a window of columns around each, (C,); nan where a column has none."""
+    count, there = len(columns.edges) - 1, np.isfinite(values)
+    sums = np.bincount(columns.index[there], values[there], minlength=count)
+    numbers = np.bincount(columns.index[there], minlength=count).astype(float)
+    half = max(0, count // 200)
+    summed = [np.concatenate([[0.0], np.cumsum(x)]) for x in (sums, numbers)]
+    low, high = np.maximum(np.arange(count) - half, 0), np.minimum(np.arange(count) + half + 1, count)
+    total, number = (s[high] - s[low] for s in summed)
+    return np.where(numbers > 0, total / np.maximum(number, 1), np.nan)
 
 
 def histograms(series: Series) -> Any:
@@ -183,7 +237,7 @@ def histograms(series: Series) -> Any:
     plt = pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(8.6, 2.5), layout="constrained")
     counts = {int(k): v for k, v in dwell(series.active, series.adjacent)["counts"].items()}
-    switched = (series.active[1:] ^ series.active[:-1])[series.adjacent].sum(axis=1)
+    switched = switches_by_step(series).astype(int)
     numbers = {int(k): int(v) for k, v in zip(*np.unique(switched, return_counts=True), strict=True)}
     for axis, found, title, label in (
         (axes[0], counts, "dwell", "consecutive steps on the recovery path"),
@@ -219,12 +273,13 @@ def exceedances(series: Series) -> Any:
     """Share of (unit, step) pairs that reach a threshold, against the threshold."""
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(8.6, 2.6), layout="constrained")
-    thresholds = np.geomspace(1.0, 10.0, 61)
+    limits = [("α", series.alpha, LINE), ("β", series.beta, SECOND)]
+    used = [v for _, values, _ in limits for v in np.unique(values[np.isfinite(values)]).tolist()]
+    thresholds = np.geomspace(min([1.0, *(0.8 * v for v in used)]), max([10.0, *(1.25 * v for v in used)]), 81)
     curves = exceedance_curve(series, thresholds)
     for name, label, color in (("gnmr", "GNMR", LINE), ("delta_gnmr", "ΔGNMR", SECOND)):
         shares = np.array([np.nan if s is None or s == 0 else s for s in curves[name]], dtype=float)
         axis.plot(thresholds, shares, color=color, label=label if np.isfinite(shares).any() else f"{label} (never)")
-    limits = [("α", series.alpha, LINE), ("β", series.beta, SECOND)]
     for level, (name, values, color) in enumerate(limits):  # each at a height of its own, as α and β may be the same
         for value in np.unique(values[np.isfinite(values)])[:3]:
             axis.axvline(value, color=color, linewidth=1, linestyle="--")
@@ -233,7 +288,8 @@ def exceedances(series: Series) -> Any:
     axis.set_xscale("log")
     if any(share for shares in curves.values() for share in shares):
         _log(axis.set_yscale, axis.yaxis)
-    axis.set_xticks([1, 1.5, 2, 3, 5, 10], ["1", "1.5", "2", "3", "5", "10"])
+    marks = [t for t in (0.2, 0.5, 1, 1.5, 2, 3, 5, 10, 30, 100) if thresholds[0] <= t <= thresholds[-1]]
+    axis.set_xticks(marks, [f"{t:g}" for t in marks])
     axis.set_xticks([], minor=True)
     axis.set_title("share of (unit, step) pairs that reach a threshold")
     axis.set_xlabel("threshold")
@@ -246,17 +302,19 @@ def comparison(runs: Sequence[Series], labels: Sequence[str]) -> Any:
     """Loss and units on the recovery path of several runs on one step axis."""
     plt = pyplot()
     figure, axes = plt.subplots(2, 1, figsize=(8.6, 4.4), sharex=True, layout="constrained")
-    for i, (series, label) in enumerate(zip(runs, labels, strict=True)):
-        edges = columns(len(series))
-        left, color = series.step[edges[:-1]], RUNS[i % len(RUNS)]
-        _curve(axes[0], series.loss, edges, left, color, label)
-        share = series.active.sum(axis=1) / max(1, int(series.recoverable.sum()))
-        width = max(1, len(series) // 100)
-        axes[1].plot(left, moving_mean(share, width)[edges[:-1]], color=color, linewidth=1.4)
-    axes[0].set_title("loss (moving mean; shaded: its range in a column)")
+    looks = itertools.cycle([(color, style) for style in STYLES for color in RUNS])
+    for series, label, (color, style) in zip(runs, labels, looks, strict=False):
+        columns = Columns.of(series)
+        # matplotlib leaves names that begin with an underscore out of a legend.
+        _curve(axes[0], series.loss, series.loss_given, columns, color, printable(f" {label}", 60), style)
+        axes[1].plot(
+            columns.middle, moving_mean(share_active(series), columns), color=color, linestyle=style, linewidth=1.4
+        )
+    axes[0].set_title("loss (bold: moving mean)")
     axes[1].set_title("share of units on the recovery path (moving mean)")
     axes[1].set_xlabel("optimizer step")
-    axes[0].legend(loc="upper right", fontsize=8)
+    if axes[0].get_legend_handles_labels()[0]:
+        axes[0].legend(loc="upper right", fontsize=8)
     for axis in axes:
         axis.grid(True)
     return figure

@@ -16,8 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from .trace import SCHEMA, TraceError
+from .trace import SCHEMA, TraceError, check_header, printable
 
+QUIET = 120.0
+"""Seconds without a step after which that is said."""
 ROWS = 12
 """Units that are drawn at the most."""
 
@@ -75,33 +77,45 @@ def follow(run: Path, out: TextIO | None = None, *, every: float = 0.5, patience
     out = sys.stdout if out is None else out
     path = run if run.suffix == ".jsonl" else run / "trace.jsonl"
     in_place = out.isatty()
-    tail, header, drawn, quiet = Tail(path), None, 0, time.monotonic()
+    tail, header, drawn, quiet, told = Tail(path), None, 0, time.monotonic(), False
+    lines: list[str] = []
+    if not path.parent.parent.is_dir():
+        raise TraceError(f"{path.parent.parent}: no such folder")
     if not path.exists():
         print(f"waiting for {path}", file=out, flush=True)
     try:
         while True:
             latest = None
             for record in tail.new():
-                if "units" in record and "schema" in record:
+                if "schema" in record:
                     if record["schema"] != SCHEMA:
                         raise TraceError(f"{path}: schema {record['schema']!r}, {SCHEMA} can be read")
+                    check_header(record, path)
                     header, drawn = record, 0
                     continue
                 if header is None:
                     raise TraceError(f"{path}: no header; is this a GNMR trace?")
                 latest = record
+                try:
+                    lines = panel(header, record, shutil.get_terminal_size().columns)
+                    line = line_of(header, record)
+                except (KeyError, TypeError, ValueError, IndexError) as error:
+                    raise TraceError(f"{path}, step {record.get('step')!r}: not a step's line ({error})") from error
                 if not in_place:
-                    print(line_of(header, record), file=out, flush=True)
+                    print(line, file=out, flush=True)
             if latest is not None:
-                quiet = time.monotonic()
-                if in_place and header is not None:
-                    lines = panel(header, latest, shutil.get_terminal_size().columns)
+                quiet, told = time.monotonic(), False
+                if in_place:
                     # Up over what was drawn last, and clear to the end of the screen.
                     print(f"\x1b[{drawn}F\x1b[J" if drawn else "", end="", file=out)
                     print("\n".join(lines), file=out, flush=True)
                     drawn = len(lines)
             elif _ended(path) or time.monotonic() - quiet > patience:
                 return 0
+            elif time.monotonic() - quiet > QUIET and not told and path.exists():
+                told = True
+                text = f"no new step for {QUIET:.0f} s: a long one, or the run is gone (Ctrl-C ends this)"
+                print(text, file=out, flush=True)
             time.sleep(every)
     except KeyboardInterrupt:
         return 0
@@ -121,7 +135,7 @@ def line_of(header: dict[str, Any], record: dict[str, Any]) -> str:
     total = header.get("total_steps")
     parts = [f"step {record['step']}" + (f"/{total}" if total else ""), f"loss {_number(record['loss'])}"]
     if record["skipped"] is not None:
-        return "  ".join([*parts, f"not counted: {record['skipped']}"])
+        return "  ".join([*parts, f"not counted: {printable(str(record['skipped']))}"])
     risk = [(-math.inf if r is None else float(r), i) for i, r in enumerate(record["risk"])]
     top, unit = max(risk)
     parts += [

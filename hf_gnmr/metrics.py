@@ -158,7 +158,7 @@ def by_unit(series: Series) -> list[dict[str, Any]]:
         table.append({
             "unit": i, "name": unit["name"], "layer": unit["layer"], "recoverable": bool(unit["recoverable"]),
             "triggers": int(hit.sum()),
-            "by_gnmr": int((hit & over_alpha[:, i] & ~over_beta[:, i]).sum()),
+            "by_gnmr": int((hit & over_alpha[:, i] & ~over_beta[:, i] & ~broken[:, i]).sum()),
             "by_delta_gnmr": int((hit & over_beta[:, i] & ~over_alpha[:, i]).sum()),
             "by_both": int((hit & over_alpha[:, i] & over_beta[:, i] & ~broken[:, i]).sum()),
             "not_finite": int((hit & broken[:, i]).sum()),
@@ -170,6 +170,16 @@ def by_unit(series: Series) -> list[dict[str, Any]]:
             "max_gnmr": float(finite.max()) if len(finite) else None,
         })
     return table
+
+
+def switches_by_step(series: Series) -> Floats:
+    """How many units changed path from each line to the next, (pairs of consecutive steps,)."""
+    return (series.active[1:] ^ series.active[:-1])[series.adjacent].sum(axis=1).astype(np.float64)
+
+
+def share_active(series: Series) -> Floats:
+    """Share of the recoverable units on the recovery path during each line's step, (S,)."""
+    return series.active.sum(axis=1) / max(1, int(series.recoverable.sum()))
 
 
 def exceedance_curve(series: Series, thresholds: Floats) -> dict[str, list[float | None]]:

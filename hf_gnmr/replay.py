@@ -11,6 +11,7 @@ import itertools
 import json
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -80,8 +81,13 @@ def replay(series: Series, changes: Mapping[str, Any] | None = None, *, recorded
     alpha, beta = np.full(size, np.nan), np.full(size, np.nan)
     triggered, active = np.zeros((size, units), dtype=bool), np.zeros((size, units), dtype=bool)
     with_signal = controller.signal is not None
-    # A norm that was recorded as nan is one; where there was no gradient the controller is told so.
+    before = int(series.step[0]) - 1 - _steps_before(series) if size else 0
     for line in range(size):
+        # Steps that are missing were steps all the same: the schedules go by their number.
+        controller.steps_done += int(series.step[line]) - before - 1
+        before = int(series.step[line])
+        if controller.steps_done and line == 0:
+            controller.active = controller._paths(np.zeros(units, dtype=bool))
         active[line] = controller.active
         if not series.counted[line]:
             continue
@@ -91,6 +97,19 @@ def replay(series: Series, changes: Mapping[str, Any] | None = None, *, recorded
         alpha[line], beta[line] = decision.alpha, np.nan if decision.beta is None else decision.beta
         triggered[line] = decision.triggered
     return Replay(controller.config, controller.max_o, gnmr, delta, risk, alpha, beta, triggered, active)
+
+
+def _steps_before(series: Series) -> int:
+    """How many steps the controller had seen before the trace's first line.
+
+    As many as the run had done; none where the recorded α says that the first phase began with the trace (a run that was
+    gone on with without its history).
+    """
+    done, config = int(series.step[0]) - 1, recorded_config(series)
+    phase = config.resolve_steps("alpha_init_fraction", series.header["total_steps"]) if config.alpha_init_fraction else 0
+    first = series.alpha[series.counted][:1]
+    anew = bool(len(first)) and phase <= done and config.alpha != config.alpha_init and first[0] == config.alpha_init
+    return 0 if anew else done
 
 
 class _Recorded(RiskMonitor):
@@ -122,7 +141,12 @@ def controller_of(
     """
     config = recorded_config(series)
     if changes:
-        config = GNMRConfig(**{**config.to_dict(), **changes})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # max_o=0 is a question here
+            config = GNMRConfig(**{**config.to_dict(), **changes})
+        count = int(series.recoverable.sum())
+        if isinstance(changes.get("max_o"), int) and changes["max_o"] > count:
+            raise ConfigError(f"max_o={changes['max_o']}: the trace has {count} recoverable units, at most that is allowed")
     trigger = series.header.get("trigger", "gnmr") if recorded_trigger else "gnmr"
     options = series.header.get("trigger_options", {}) if recorded_trigger else {}
     if recorded_trigger and trigger in TRIGGERS and TRIGGERS[trigger].options and not options:
@@ -140,7 +164,9 @@ def recorded_config(series: Series) -> GNMRConfig:
         ConfigError: the header has none that can be read.
     """
     try:
-        return GNMRConfig(**series.header["config"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return GNMRConfig(**series.header["config"])
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{series.path}: the header has no settings that can be replayed ({error})") from error
 
@@ -153,7 +179,7 @@ def differences(series: Series) -> list[str]:
         return [f"not replayed: {error}"]
     told = []
     if len(series) and series.step[0] != 1:
-        told.append(f"the trace begins at step {series.step[0]}: the history before it is not known")
+        told.append(f"the trace begins at step {series.step[0]}: a history before it is not known")
     gaps = np.flatnonzero(~series.adjacent)
     if len(gaps):
         told.append(f"steps are missing after step {series.step[gaps[0]]}: their norms are not known")
@@ -184,11 +210,13 @@ def settings_grid(given: list[str]) -> list[dict[str, Any]]:
         ConfigError: a field that GNMRConfig does not have, or a value that is none of its.
     """
     known = [f.name for f in fields(GNMRConfig)]
-    axes = []
+    axes: list[list[tuple[str, Any]]] = []
     for text in given:
         name, equals, values = text.partition("=")
         if not equals or name not in known:
             raise ConfigError(f"--set {text}: FIELD=VALUE[,VALUE...] of {', '.join(known)} is allowed")
+        if any(name == axis[0][0] for axis in axes):
+            raise ConfigError(f"--set {text}: {name} was given already; --set {name}=A,B makes a grid")
         axes.append([(name, _value(text, value)) for value in values.split(",")])
     return [dict(choice) for choice in itertools.product(*axes)]
 
@@ -213,7 +241,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     options = parser.parse_args(argv)
     try:
-        series = read_series(options.trace)
+        series = read_series(options.trace, strict=False)
         grid = settings_grid(options.settings)
         told = differences(series)
         rows = [{"settings": "recorded", **recorded(series).figures(series)}]
@@ -222,9 +250,13 @@ def main(argv: list[str] | None = None) -> int:
             name = ", ".join(f"{k}={'off' if v is None else v}" for k, v in changes.items())
             rows.append({"settings": name, **replay(series, changes).figures(series)})
         seconds = time.perf_counter() - start
+        if not len(series):
+            raise ConfigError(f"{series.path}: no step was recorded")
     except (ConfigError, TraceError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    for trouble in series.troubles:
+        print(f"warning: {trouble}", file=sys.stderr)
     if options.json:
         print(json.dumps(plain({"trace": str(series.path), "rows": rows, "differences": told, "note": NOTE}), indent=2))
         return 0

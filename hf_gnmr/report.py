@@ -1,8 +1,8 @@
 """A run as one page: ``hf-gnmr report RUN [RUN ...] --output report.html``.
 
 The page stands alone: figures are drawn into it as SVG, nothing is fetched, no script is needed.  It follows the reader's
-light or dark scheme, fits a phone (wide figures and tables scroll by themselves) and prints.  Every number in it is from
-`metrics` and `diagnose`; everything that comes from a file is escaped.
+light or dark scheme, fits a phone (wide figures and tables scroll by themselves) and prints.  Every figure of a run in it is
+from `metrics`, the diagnosis from `diagnose`; everything that comes from a file is escaped.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import html
 import io
+import itertools
 import json
 import re
 import sys
@@ -21,7 +22,7 @@ from .config import ConfigError, SetupError
 from .diagnose import diagnose
 from .metrics import by_unit, summarise
 from .series import Series, read_series
-from .trace import TraceError, write_text
+from .trace import TraceError, printable, write_text
 
 MANY = 48
 """Units above which the table shows the busiest and folds the rest away."""
@@ -62,8 +63,10 @@ dl { margin: 0; } dt { font-weight: 600; margin-top: .7rem; } dd { margin: 0 0 0
 details { margin: .6rem 0; } summary { cursor: pointer; font-weight: 600; }
 pre { overflow-x: auto; background: var(--card); padding: .7rem; font-size: .82em; }
 @media print { :root { --ink: #000; --page: #fff; --card: #f5f5f5; --faint: #555; --line: #bbb; --accent: #0f766e; }
-  body { max-width: none; padding: 0; } .wide { overflow: visible; } .wide svg { min-width: 0; }
-  .wide, table, dl > * { break-inside: avoid; } pre { white-space: pre-wrap; } }
+  body { max-width: none; padding: 0; } .wide { overflow: visible; }
+  .wide svg { min-width: 0; max-height: 22cm; width: auto; max-width: 100%; }
+  .wide, tr, dl > * { break-inside: avoid; } h2, h3, dt, h2 + p { break-after: avoid; } pre { white-space: pre-wrap; }
+  details::details-content { content-visibility: visible; block-size: auto; } table { font-size: .75em; } }
 """
 
 
@@ -77,8 +80,14 @@ def page(runs: list[Series], labels: list[str]) -> str:
     count = "one run" if len(runs) == 1 else f"{len(runs)} runs"
     parts = [f"<h1>GNMR report</h1><p class=note>hf_gnmr {html.escape(__version__)}; {count}, from the traces</p>"]
     for series, label in zip(runs, labels, strict=True):
-        parts += [f'<p class=alarm>{html.escape(label)}: {html.escape(text)}</p>' for text in troubles(series)]
+        parts += [f'<p class=alarm>{html.escape(label)}: {html.escape(text)}</p>' for text in series.troubles]
     parts.append(_runs_table(summaries, labels))
+    above = [text for s, text in zip(summaries, labels, strict=True) if s["peak_recovery_bytes"] > s["recovery_bytes_bound"]]
+    if above:
+        parts.append(
+            f"<p class=note>ΔM of {html.escape(', '.join(above))} went beyond its bound, which is for the recovery path: "
+            "a warm-up in 16 bits (trigger static) keeps more</p>"
+        )
     shown = [(series, label) for series, label in zip(runs, labels, strict=True) if len(series)]
     if len(shown) > 1:
         parts.append("<h2>Side by side</h2>")
@@ -91,18 +100,6 @@ def page(runs: list[Series], labels: list[str]) -> str:
         f"<title>GNMR report: {html.escape(', '.join(labels))}</title><style>{STYLE}</style></head>\n<body>\n"
         + "\n".join(parts) + "\n</body></html>\n"
     )
-
-
-def troubles(series: Series) -> list[str]:
-    """What is wrong with a trace, and what was done about it."""
-    told = []
-    if series.problem is not None:
-        told.append(f"only the first {len(series)} steps can be read: {series.problem}")
-    if series.cut:
-        told.append("the last line is cut (the run was killed while it wrote, or still runs); it is left out")
-    if not len(series):
-        told.append("no step was recorded")
-    return told
 
 
 def _runs_table(summaries: list[dict[str, Any]], labels: list[str]) -> str:
@@ -164,8 +161,9 @@ def _units(series: Series) -> str:
         bar = "" if not share else f'<span class=bar style="width:{4 * share:.2f}rem"></span>'
         name = html.escape(row["name"]) + ("" if row["recoverable"] else " (only monitored)")
         numbers = [row[k] for k in ("triggers", "by_gnmr", "by_delta_gnmr", "by_both", "not_finite", "switches")]
-        ends = ["–" if row[k] is None else f"{row[k]:.3g}" for k in ("mean_dwell", "max_gnmr", "mean_norm")]
-        return [name, ("–" if share is None else f"{share:.2%}") + bar, *map(str, numbers), *ends]
+        stay = "–" if row["mean_dwell"] is None else f"{row['mean_dwell']:,.1f}"
+        ends = ["–" if row[k] is None else f"{row[k]:.3g}" for k in ("max_gnmr", "mean_norm")]
+        return [name, ("–" if share is None else f"{share:.2%}") + bar, *map(str, numbers), stay, *ends]
 
     if len(rows) <= MANY:
         return _table(head, [cells(row) for row in rows], "raw")
@@ -181,7 +179,7 @@ def _units(series: Series) -> str:
 def _setup(series: Series) -> str:
     header = series.header
     census = header.get("census", {})
-    lines = [census["path"]] if "path" in census else [
+    lines = [str(census["path"])] if "path" in census else [
         f"low-cost path: {census.get('low_path', '–')}", f"recovery path: {census.get('recovery_path', '–')}",
     ]
     parts = [f"<p>{html.escape(line)}</p>" for line in lines]
@@ -207,7 +205,8 @@ def _svg(figure: Any, describes: str) -> str:
     figures.pyplot().close(figure)
     svg = text.getvalue()
     svg = svg[svg.index("<svg"):]
-    # Identifiers are made from content alone: the same one in two figures stands for the same thing.
+    mark = f"f{next(_NUMBERS)}-"  # several figures stand in one page
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{mark}", svg)
     svg = svg.replace(figures.INK, "var(--ink)").replace(figures.FAINT, "var(--faint)")
     svg = re.sub(r'font: ([0-9.]+)px [^;"]*', r"font: \1px system-ui, sans-serif", svg)
     svg = svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(describes)}"', 1)
@@ -217,14 +216,17 @@ def _svg(figure: Any, describes: str) -> str:
     return f"<div class=wide>{svg}</div>"
 
 
+_NUMBERS = itertools.count(1)
+
+
 def labels_of(paths: list[Path]) -> list[str]:
     """Short names that tell the runs apart: the folder's, with its parents' where two are alike."""
-    folders = [(path.parent if path.suffix == ".jsonl" else path).resolve() for path in paths]
+    folders = [(path.parent if path.name == "trace.jsonl" else path).resolve() for path in paths]
     for depth in range(1, 8):
-        names = ["/".join(folder.parts[-depth:]) for folder in folders]
+        names = [printable("/".join(folder.parts[-depth:])) for folder in folders]
         if len(set(names)) == len(names):
             return names
-    return [f"{name} ({i})" for i, name in enumerate(names, start=1)]
+    return [f"{printable(folder.name)} ({i})" for i, folder in enumerate(folders, start=1)]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -244,6 +246,11 @@ def main(argv: list[str] | None = None) -> int:
                 raise ConfigError(f"--follow takes one run, not {len(options.runs)}")
             return follow(Path(options.runs[0]))
         figures.pyplot()
+        for name, path in (("--output", Path(options.output).parent), ("--figures", Path(options.figures or "."))):
+            if (name == "--output" or path.exists()) and not path.is_dir():
+                raise ConfigError(f"{name} {getattr(options, name[2:])}: {path} is no folder")
+        if Path(options.output).is_dir():
+            raise ConfigError(f"--output {options.output} is a folder: name a file")
         runs = [read_series(run, strict=False) for run in options.runs]
         labels = labels_of([Path(run) for run in options.runs])
         text = page(runs, labels)
@@ -255,17 +262,21 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     for series, label in zip(runs, labels, strict=True):
-        for trouble in troubles(series):
+        for trouble in series.troubles:
             print(f"{label}: {trouble}", file=sys.stderr)
     print(f"written: {', '.join(map(str, written))} ({len(text) / 1e6:.2f} MB)")
     return 0
+
+
+def _file_name(label: str) -> str:
+    return re.sub(r"[^\w.+-]+", "_", label)
 
 
 def save_figures(runs: list[Series], labels: list[str], folder: Path, formats: list[str]) -> list[Path]:
     """Each figure of each run as a file of its own, for papers and slides: dark on white."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {
-        f"{label.replace('/', '_')}_{name}": (draw, series)
+        f"{_file_name(label)}_{name}": (draw, series)
         for series, label in zip(runs, labels, strict=True) if len(series) for name, draw in figures.OF_A_RUN.items()
     }
     written = []

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .controller import Bools, Floats
-from .trace import Trace, TraceError, TraceLines
+from .trace import Trace, TraceError, TraceLines, check_header
 
 SCALARS = (
     "step", "loss", "grad_norm", "alpha", "beta", "step_ms", "controller_ms", "recovery_bytes", "saved_bytes",
@@ -38,6 +38,8 @@ class Series:
     reasons: dict[int, str]
     """Why others were not, by line."""
     loss: Floats
+    """(S,); where none was recorded nan, as where it was nan: see `loss_given`."""
+    loss_given: Bools
     grad_norm: Floats
     """(S,): total, unclipped."""
     norms: Floats
@@ -77,6 +79,22 @@ class Series:
     def names(self) -> list[str]:
         """(U,): the units' names."""
         return [str(unit["name"]) for unit in self.header["units"]]
+
+    @property
+    def troubles(self) -> list[str]:
+        """What is wrong with the trace, in words, and what was done about it."""
+        told = []
+        if self.problem is not None:
+            told.append(f"only the first {len(self)} steps can be read: {self.problem}")
+        if self.cut:
+            told.append("the last line is cut (the run was killed while it wrote, or still runs); it is left out")
+        if not len(self):
+            told.append("no step was recorded")
+        gaps = np.flatnonzero(~self.adjacent)
+        if len(gaps):
+            missing = int((np.diff(self.step) - 1).sum())
+            told.append(f"{missing} steps are missing, the first after step {self.step[gaps[0]]}; figures leave them blank")
+        return told
 
     @property
     def adjacent(self) -> Bools:
@@ -130,15 +148,14 @@ class _Lines:
     path: Path
     header: dict[str, Any]
     rows: dict[str, list[Any]] = field(
-        default_factory=lambda: {name: [] for name in (*SCALARS, *VECTORS, *SETS, "seen")}
+        default_factory=lambda: {name: [] for name in (*SCALARS, *VECTORS, *SETS, "seen", "loss_given")}
     )
     reasons: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        units = self.header.get("units")
-        if not isinstance(units, list) or not all(isinstance(u, dict) and {"name", "recoverable"} <= set(u) for u in units):
-            raise TraceError(f"{self.path}: the header has no list of units")
-        self.count = len(units)
+        check_header(self.header, self.path)
+        self.count = len(self.header["units"])
+        self._last = 0
         self._nothing = np.full(self.count, np.nan)
 
     def add(self, record: dict[str, Any]) -> None:
@@ -148,18 +165,31 @@ class _Lines:
             for name in VECTORS:
                 row[name] = self._vector(record.get(name))
             row["seen"] = np.array([value is not None for value in record["norms"]], dtype=bool)
+            row["loss_given"] = record["loss"] is not None
             for name in SETS:
-                row[name] = np.zeros(self.count, dtype=bool)
-                row[name][record[name]] = True
-            reason = record["skipped"]
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+                row[name] = self._set(name, record[name])
+            reason, step = record["skipped"], record["step"]
+            if isinstance(step, bool) or not self._last < step < 2**62:
+                raise ValueError(f"it comes after step {self._last}")
+            if (row["norms"] < 0).any():
+                raise ValueError("a norm is negative")
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise TraceError(
                 f"{self.path}, step {record.get('step')!r}: not a step's line ({type(error).__name__}: {error})"
             ) from error
         for name, value in row.items():  # only now: a broken line leaves nothing behind
             self.rows[name].append(value)
+        self._last = step
         if reason is not None:
             self.reasons[number] = str(reason)
+
+    def _set(self, name: str, members: Any) -> Bools:
+        whole = isinstance(members, list) and all(type(i) is int and 0 <= i < self.count for i in members)
+        if not whole:
+            raise ValueError(f"{name}={members!r} is no list of units")
+        found = np.zeros(self.count, dtype=bool)
+        found[members] = True
+        return found
 
     def _vector(self, values: Any) -> Floats:
         if values is None:
@@ -174,6 +204,7 @@ class _Lines:
         shape = (len(numbers["step"]), self.count)
         numbers |= {name: np.array(self.rows[name], dtype=np.float64).reshape(shape) for name in VECTORS}
         numbers |= {name: np.array(self.rows[name], dtype=bool).reshape(shape) for name in (*SETS, "seen")}
+        numbers["loss_given"] = np.array(self.rows["loss_given"], dtype=bool)
         counted = np.ones(shape[0], dtype=bool)
         counted[list(self.reasons)] = False
         withheld = np.nan_to_num(numbers.pop("update_withheld")) > 0

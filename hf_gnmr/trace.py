@@ -111,11 +111,39 @@ class TraceLines:
     def _record(self, line: bytes, number: int) -> dict[str, Any]:
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TraceError(f"{self.path}, line {number}: not JSON ({error})") from error
         if not isinstance(record, dict):
             raise TraceError(f"{self.path}, line {number}: not an object")
         return record
+
+
+def check_header(header: dict[str, Any], path: Path) -> None:
+    """Raise TraceError for a header that lacks what figures are worked out from."""
+    units = header.get("units")
+    if not isinstance(units, list) or not units or not all(isinstance(unit, dict) for unit in units):
+        raise TraceError(f"{path}: the header has no list of units")
+    wanted = {"name": str, "layer": int, "recoverable": bool, "bytes_low": int, "bytes_recovery": int}
+    for number, unit in enumerate(units):
+        for key, kind in wanted.items():
+            if not isinstance(unit.get(key), kind):
+                raise TraceError(f"{path}: unit {number} of the header has {key}={unit.get(key)!r}")
+        unit["name"] = printable(unit["name"])
+    for key, kinds in HEADER.items():
+        if not isinstance(header.get(key), kinds) or isinstance(header.get(key), bool):
+            raise TraceError(f"{path}: the header has {key}={header.get(key)!r}")
+
+
+HEADER: dict[str, Any] = {
+    "config": dict, "max_o": int, "trigger": str, "backend": str, "census": dict, "total_steps": (int, type(None)),
+}
+"""What a header holds, and of what type."""
+
+
+def printable(text: str, most: int = 120) -> str:
+    """Text for a page or a terminal: no control characters, and no longer than `most`."""
+    clean = "".join(c if c.isprintable() else "\ufffd" for c in text)
+    return clean if len(clean) <= most else f"{clean[: most - 1]}…"
 
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:

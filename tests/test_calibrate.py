@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -85,7 +86,13 @@ def test_the_command_and_its_fragment(series, tmp_path, capsys):
     assert text == capsys.readouterr().out and "held out" in text and "open loop" in text
     tuned = load_recipe(output)
     fragment = yaml.safe_load(text)["gnmr"]
-    assert tuned.gnmr.alpha == fragment["alpha"] and tuned.gnmr.beta == fragment["beta"]
+    assert dataclasses.asdict(tuned.gnmr) == fragment, "all that the figures depend on"
+    assert fragment["max_o"] == 3 and text.startswith("# hf-gnmr calibrate ") and "--promotion-ratio 0.02" in text
+    deeper = tmp_path / "a" / "b.yaml"
+    deeper.parent.mkdir()
+    assert main([*arguments[:4], "--extends", str(recipe), "--output", str(deeper)]) == 0
+    assert load_recipe(deeper).gnmr == tuned.gnmr, "the recipe below is found from wherever the fragment lies"
+    capsys.readouterr()
     assert main(arguments) == 2 and "exists already" in capsys.readouterr().err
     assert main([*arguments[:4], "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["settings"] == fragment
@@ -102,6 +109,37 @@ def test_the_command_and_its_fragment(series, tmp_path, capsys):
 def test_what_cannot_be_met_is_told(series, arguments, message, capsys):
     assert main(["calibrate", str(series.path), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_is_not_met_is_said_and_told_by_the_status(tmp_path, capsys):
+    warm = write_trace(tmp_path / "warm.jsonl", stationary(500, 6), fidelity_warmup=0.2)
+    assert main(["calibrate", str(warm), "--promotion-ratio", "0.05"]) == 1
+    assert "NOT MET: 2" in capsys.readouterr().out
+    constant = write_trace(tmp_path / "constant.jsonl", np.ones((500, 6)))
+    assert main(["calibrate", str(constant), "--exceedance", "0.01"]) == 1
+    out = capsys.readouterr().out
+    assert "NOT MET" in out and "alpha: 1.0001" in out, "above the tie, not at it"
+    norms = stationary(500, 6)
+    norms[np.random.default_rng(0).random(500) < 0.05, 0] = np.inf
+    broken = write_trace(tmp_path / "broken.jsonl", norms)
+    assert main(["calibrate", str(broken), "--exceedance", "0.005"]) == 2
+    assert "norms that are not finite are" in capsys.readouterr().err
+    assert main(["calibrate", str(broken), "--exceedance", "0.05"]) == 0
+    assert main(["calibrate", str(warm), "--exceedance", "0.05", "--max-o", "400"]) == 2
+    assert "the trace has 6 recoverable units" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["calibrate", str(warm), "--exceedance", "0.05", "--max-o", "x"])
+    assert "'x' is no number" in capsys.readouterr().err
+    assert main(["calibrate", str(warm), "--exceedance", "0.05", "--extends", "gone.yaml"]) == 2
+
+
+def test_alpha_below_one_and_a_hostile_path(tmp_path, capsys):
+    folder = tmp_path / "a\ngnmr: {alpha: 9}\n"
+    folder.mkdir()
+    file = write_trace(folder / "trace.jsonl", stationary(500, 6), alpha=0.4, alpha_init_fraction=0.0, beta=None)
+    assert main(["calibrate", str(file), "--exceedance", "0.9"]) == 0
+    found = yaml.safe_load(capsys.readouterr().out)
+    assert list(found) == ["gnmr"] and 0.5 < found["gnmr"]["alpha"] < 1 and found["gnmr"]["beta"] is None
 
 
 def test_traces_that_do_not_tell_enough(tmp_path, capsys):

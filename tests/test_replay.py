@@ -25,7 +25,8 @@ from hf_gnmr.series import read_series
 @given(
     seed=st.integers(0, 10_000), alpha=st.floats(0.5, 2.0), beta=st.none() | st.floats(0.5, 2.0), delta=st.integers(1, 7),
     max_o=st.integers(0, 5), t_lock=st.integers(0, 3), phase=st.sampled_from([0.0, 0.1, 0.5]),
-    warmup=st.sampled_from([0.0, 0.2]), trigger=st.sampled_from(["gnmr", "none", "all", "gsnr", "random", "static"]),
+    warmup=st.sampled_from([0.0, 0.2]),
+    trigger=st.sampled_from(["gnmr", "none", "all", "gsnr", "jacobian", "random", "static"]),
 )
 def test_a_replay_under_the_recorded_settings_is_the_record(
     tmp_path_factory, seed, alpha, beta, delta, max_o, t_lock, phase, warmup, trigger
@@ -40,7 +41,8 @@ def test_a_replay_under_the_recorded_settings_is_the_record(
     path = write_trace(
         tmp_path_factory.mktemp("t") / "trace.jsonl", norms, trigger=trigger, options=options, seen=seen,
         skipped=tuple(np.flatnonzero(generator.random(30) < 0.1) + 1),
-        signal=generator.random((30, 5)) if trigger == "gsnr" else None, recoverable=[True, True, False, True, True],
+        signal=generator.random((30, 5)) if trigger in ("gsnr", "jacobian") else None,
+        recoverable=[True, True, False, True, True],
         alpha=alpha, beta=beta, delta=delta, max_o=max_o, t_lock=t_lock, alpha_init_fraction=phase,
         fidelity_warmup=0.0 if trigger == "static" else warmup,
     )
@@ -71,6 +73,36 @@ def test_the_trace_of_a_real_run(tiny, trainer_for, tmp_path):
     for name in ("promotion_ratio", "hit_max_o_rate", "gnmr_exceedance", "delta_gnmr_exceedance", "switches"):
         assert figures[name] == summary[name]
     assert figures["mean_recovery_bytes"] == pytest.approx(series.recovery_bytes.mean())
+
+
+def test_a_run_that_was_gone_on_with(tiny, trainer_for, tmp_path):
+    settings = {"max_o": 1, "alpha": 0.9, "alpha_init": 1.2, "alpha_init_fraction": 0.3}
+    for resume in (None, str(tmp_path / "run" / "checkpoint-4")):
+        trainer = trainer_for(
+            with_lora(load_int8(tiny)), GNMRCallback(**settings), max_steps=8, save_strategy="steps", save_steps=4
+        )
+        trainer.train(resume_from_checkpoint=resume)
+    series = read_series(tmp_path / "run")
+    assert len(series) == 8 and differences(series) == []
+
+
+def test_schedules_go_by_the_steps_number_where_lines_are_missing(tmp_path):
+    settings = {"alpha": 1.2, "alpha_init": 4.0, "alpha_init_fraction": 0.25, "max_o": 2}
+    norms = stationary(400, 5)
+    whole = read_series(write_trace(tmp_path / "a.jsonl", norms, **settings))
+    for missing in (range(1, 201), range(150, 260)):
+        part = read_series(write_trace(tmp_path / f"{missing.start}.jsonl", norms, missing=missing, **settings))
+        found = replay(part, {"max_o": 2})
+        kept = np.isin(whole.step, part.step)
+        assert np.array_equal(found.alpha, whole.alpha[kept])
+        assert (found.active == whole.active[kept]).mean() > 0.99, "but for the first locks"
+    # A history that began anew with the trace: the first phase did too.
+    late = write_trace(tmp_path / "late.jsonl", norms[:100], total_steps=400, **settings)
+    text = late.read_text().splitlines()
+    moved = [json.dumps({**json.loads(line), "step": json.loads(line)["step"] + 300}) for line in text[1:]]
+    late.write_text("\n".join([text[0], *moved]) + "\n")
+    told = differences(read_series(late))
+    assert told == ["the trace begins at step 301: a history before it is not known"], told
 
 
 def test_what_is_not_as_recorded_is_told(tmp_path):
@@ -104,7 +136,8 @@ def test_the_command(tmp_path, capsys):
     for arguments, message in (
         (["--set", "alpha"], "--set alpha: FIELD=VALUE"), (["--set", "gamma=1"], "--set gamma=1"),
         (["--set", "alpha=high"], "'high' is no number"), (["--set", "alpha=-1"], "alpha=-1"),
-        (["--set", "max_o=1.5"], "max_o=1.5"),
+        (["--set", "max_o=1.5"], "max_o=1.5"), (["--set", "max_o=9"], "the trace has 5 recoverable units"),
+        (["--set", "alpha=1", "--set", "alpha=2"], "alpha was given already"),
     ):
         assert main(["replay", str(tmp_path), *arguments]) == 2
         assert message in capsys.readouterr().err

@@ -82,7 +82,7 @@ class LowPrecision(Backend):
             fused |= {m: [unit.index] for _, m in inside}
             if not inside and not linears[unit.index]:
                 raise SetupError(f"backend={self.name!r}: no nn.Linear and no fused experts in {unit.name}")
-        first = [[] if unit.part else [m for m, of in fused.items() if of[0] == unit.index] for unit in units]
+        first = [[m for m, of in fused.items() if of[0] == unit.index] for unit in units]
         names = {module: name for name, module in model.named_modules()}
         for experts in fused:
             refuse_unhandled(self.name, names[experts], experts, names[experts].endswith(PEFT_INFIX))
