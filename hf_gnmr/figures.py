@@ -265,6 +265,7 @@ def _bars(axis: Any, counts: dict[int, int]) -> None:
         from matplotlib.ticker import MaxNLocator
 
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.set_xlim(min(kept) - 0.6, max(max(kept), min(kept) + 4) + 0.6)
     if len(counts) > 1:
         _log(axis.set_yscale, axis.yaxis)
 
