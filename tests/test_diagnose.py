@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from synthetic import stationary, write_trace
 
+from hf_gnmr.bounds import block_interval, psi1, wilson
 from hf_gnmr.cli import main
 from hf_gnmr.config import ConfigError
-from hf_gnmr.diagnose import THRESHOLDS, block_interval, diagnose, psi1, wilson
+from hf_gnmr.diagnose import THRESHOLDS, diagnose
 from hf_gnmr.series import read_series
 
 
