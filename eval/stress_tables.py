@@ -147,10 +147,17 @@ def t_quantile(p: float, free: int) -> float:
 
 
 def gap_closed(ours: dict[int, float], low: dict[int, float], high: dict[int, float]) -> dict | None:
-    """(ppl_low - ppl) / (ppl_low - ppl_recovery) of the means over seeds, with the spread of a bootstrap over seeds."""
+    """(ppl_low - ppl) / (ppl_low - ppl_recovery) of the means over seeds, with the spread of a bootstrap over seeds.
+
+    None where there is no gap to close: it is not above zero by two standard errors of the difference paired by seed.
+    """
     seeds = [s for s in ours if s in low and s in high]
     table = np.array([[_exp(d[s]) for d in (low, ours, high)] for s in seeds])
     if len(seeds) == 0 or not np.isfinite(table).all():
+        return None
+    gaps = table[:, 0] - table[:, 2]
+    error = gaps.std(ddof=1) / math.sqrt(len(gaps)) if len(gaps) > 1 else 0.0
+    if gaps.mean() <= 2 * error:
         return None
 
     def share(rows: np.ndarray) -> np.ndarray:

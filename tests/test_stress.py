@@ -134,6 +134,8 @@ def test_differences_that_cannot_be_taken():
     one = stress.paired({1: 2.0, 2: math.nan}, {1: 1.5, 2: 1.0})
     assert one["mean"] == 0.5 and one["stderr"] is None and one["seeds"] == 1
     assert stress.gap_closed({1: math.nan}, {1: 2.0}, {1: 1.0}) is None
+    assert stress.gap_closed({1: 1.0, 2: 1.0}, {1: 1.0, 2: 1.3}, {1: 1.1, 2: 1.1}) is None, "no gap but for noise"
+    assert stress.gap_closed({1: 1.0}, {1: 1.0}, {1: 1.1}) is None, "the recovery path is the worse one"
     closed = stress.gap_closed(*(dict.fromkeys(range(4), loss) for loss in (1.5, 2.0, 1.0)))
     expected = (math.exp(2) - math.exp(1.5)) / (math.exp(2) - math.exp(1))
     assert closed["value"] == pytest.approx(expected) == closed["low"] == closed["high"]
