@@ -8,10 +8,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import load_int8, token_rows, trace_lines, with_lora
+from conftest import load_int8, random_llama, token_rows, trace_lines, with_lora
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_activation import llama
 
 from hf_gnmr import GNMRCallback, GNMRConfig, GNMRSession
 from hf_gnmr.config import ConfigError
@@ -33,7 +32,7 @@ def backward(model, ids, scale=1.0):
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_gsnr_is_the_formula(scale):
-    model = llama()
+    model = random_llama()
     units = find_projections(model)
     signal = Gsnr(units)
     m = [np.zeros(u.parameters[0].shape) for u in units]
@@ -58,7 +57,7 @@ def test_gsnr_in_chunks_is_the_same(monkeypatch):
     results = []
     for chunk in (2**24, 5000):
         monkeypatch.setattr("hf_gnmr.signals.CHUNK", chunk)
-        model = llama()
+        model = random_llama()
         signal = Gsnr(find_projections(model))
         for t in range(3):
             model.zero_grad()
@@ -69,7 +68,7 @@ def test_gsnr_in_chunks_is_the_same(monkeypatch):
 
 
 def test_gsnr_keeps_what_is_not_finite_out_and_says_nan_of_what_has_no_gradient():
-    model = llama()
+    model = random_llama()
     units = find_projections(model)
     signal = Gsnr(units)
     for t in range(2):
@@ -94,7 +93,7 @@ def test_gsnr_keeps_what_is_not_finite_out_and_says_nan_of_what_has_no_gradient(
 
 def test_gsnr_masks_on_the_device_what_the_host_learns_later(monkeypatch):
     """The way of an accelerator, on which whether a gradient is finite is known only after the step's one transfer."""
-    ours, theirs = (Gsnr(find_projections(llama())) for _ in range(2))
+    ours, theirs = (Gsnr(find_projections(random_llama())) for _ in range(2))
 
     def on_device(signal):
         """As if its parameters were on an accelerator: entered first, masked, mended in `combine`."""
@@ -127,7 +126,7 @@ def test_gsnr_masks_on_the_device_what_the_host_learns_later(monkeypatch):
 def test_what_is_no_step_enters_no_signal(trainer_for, tmp_path, trigger):
     """Five batches an epoch, windows of two: the third window of an epoch is short."""
     callback = GNMRCallback(backend="activation", trigger=trigger, max_o=2)
-    trainer_for(llama(), callback, rows=token_rows(20), gradient_accumulation_steps=2, max_steps=6).train()
+    trainer_for(random_llama(), callback, rows=token_rows(20), gradient_accumulation_steps=2, max_steps=6).train()
     _, lines = trace_lines(tmp_path / "run")
     assert [bool(line["skipped"]) for line in lines] == [False, False, True] * 2
     assert [line.get("signal") is None for line in lines] == [False, False, True] * 2
@@ -140,7 +139,7 @@ def test_what_is_no_step_enters_no_signal(trainer_for, tmp_path, trigger):
 @pytest.mark.parametrize("trigger", ["gsnr", "jacobian"])
 def test_a_loop_without_accelerate_takes_the_signal_once_a_step(trigger):
     def run(parts):
-        model = llama()
+        model = random_llama()
         session = GNMRSession(model, total_steps=4, backend="activation", trigger=trigger, max_o=2,
                               gradient_accumulation_steps=len(parts))
         found = []
@@ -164,7 +163,7 @@ def test_a_loop_without_accelerate_takes_the_signal_once_a_step(trigger):
 def test_no_trigger_changes_what_is_kept():
     kept = {}
     for name in TRIGGERS:
-        model = llama()
+        model = random_llama()
         session = GNMRSession(model, total_steps=999, backend="activation", trigger=name, max_o=0,
                               trigger_options={"promotion_ratio": 0.0} if name == "random" else {})
         session.backend.apply(np.zeros(21, dtype=bool))
@@ -176,7 +175,7 @@ def test_no_trigger_changes_what_is_kept():
 
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_the_jacobian_proxy_is_the_ratio_of_gradient_norms_over_all_micro_batches(by_layer):
-    model = llama()
+    model = random_llama()
     units = (find_units if by_layer else find_projections)(model)
     signal = Jacobian(units)
     seen = {i: [0.0, 0.0] for i in range(len(units))}
@@ -292,7 +291,7 @@ def test_random_is_drawn_from_seed_and_step_alone():
 
 
 def test_random_takes_its_ratio_from_a_trace(trainer_for, tmp_path):
-    trainer_for(llama(), GNMRCallback(backend="activation", max_o=4, alpha=0.9, alpha_init_fraction=0.0)).train()
+    trainer_for(random_llama(), GNMRCallback(backend="activation", max_o=4, alpha=0.9, alpha_init_fraction=0.0)).train()
     ratio = json.loads((tmp_path / "run" / "summary.json").read_text())["promotion_ratio"]
     assert ratio > 0
     config, trace = GNMRConfig(max_o=4, alpha_init_fraction=0.0), str(tmp_path / "run" / "trace.jsonl")
@@ -327,7 +326,7 @@ MORE = {"random": {"promotion_ratio": 0.1}, "static": {"warmup": 2}}
 @pytest.mark.parametrize("trigger", sorted(TRIGGERS))
 def test_every_trigger_trains_and_leaves_its_figures(trainer_for, tmp_path, trigger):
     callback = GNMRCallback(backend="activation", trigger=trigger, trigger_options=MORE.get(trigger), max_o=3)
-    model = llama()
+    model = random_llama()
     trainer_for(model, callback).train()
     header, lines = trace_lines(tmp_path / "run")
     assert header["trigger"] == trigger and len(lines) == 6
@@ -351,7 +350,7 @@ def test_every_trigger_resumes_bit_for_bit(trainer_for, tmp_path, trigger):
 
     def run(folder, **more):
         callback = GNMRCallback(backend="activation", trigger=trigger, **settings)
-        return trainer_for(llama(), callback, **{**common, **more}, output_dir=str(tmp_path / folder))
+        return trainer_for(random_llama(), callback, **{**common, **more}, output_dir=str(tmp_path / folder))
 
     straight = run("straight")
     straight.train()
@@ -370,7 +369,7 @@ def test_gsnr_goes_on_in_another_folder_and_takes_nobody_elses_means(trainer_for
 
     def run(folder, seed=0, **more):
         callback = GNMRCallback(backend="activation", trigger="gsnr", max_o=3)
-        return trainer_for(llama(), callback, **{**common, "seed": seed, **more}, output_dir=str(tmp_path / folder))
+        return trainer_for(random_llama(), callback, **{**common, "seed": seed, **more}, output_dir=str(tmp_path / folder))
 
     run("a").train()
     run("b", seed=5, max_steps=3).train()  # another run, with a checkpoint of the same name
@@ -381,7 +380,7 @@ def test_gsnr_goes_on_in_another_folder_and_takes_nobody_elses_means(trainer_for
 
 
 def test_a_session_goes_back_to_an_earlier_step():
-    model = llama()
+    model = random_llama()
     session = GNMRSession(model, total_steps=9, backend="activation", trigger="gsnr", max_o=3)
 
     def step(t):
@@ -415,9 +414,9 @@ def test_a_fidelity_warm_up_is_kept_or_refused():
 
 def test_gsnr_without_its_file_starts_anew_and_says_so(trainer_for, tmp_path):
     common = {"save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "constant"}
-    trainer_for(llama(), GNMRCallback(backend="activation", trigger="gsnr"), max_steps=3, **common).train()
+    trainer_for(random_llama(), GNMRCallback(backend="activation", trigger="gsnr"), max_steps=3, **common).train()
     (tmp_path / "run" / "checkpoint-3" / "gnmr_trigger.safetensors").unlink()
-    again = trainer_for(llama(), GNMRCallback(backend="activation", trigger="gsnr"), **common)
+    again = trainer_for(random_llama(), GNMRCallback(backend="activation", trigger="gsnr"), **common)
     with pytest.warns(UserWarning, match="running means of trigger 'gsnr' start anew"):
         again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
 
@@ -435,7 +434,7 @@ def test_they_work_with_int8_layers_too(tiny, trainer_for, tmp_path, trigger):
 
 def test_a_loop_of_ones_own_saves_the_signal_with_the_session(tmp_path):
     def train(steps, state=None):
-        model = llama()
+        model = random_llama()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         session = GNMRSession(model, total_steps=6, backend="activation", trigger="gsnr", max_o=3)
         if state is not None:
