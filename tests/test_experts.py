@@ -31,7 +31,7 @@ from hf_gnmr.backends.formats import E2M1, quantise_rows
 from hf_gnmr.config import ConfigError, SetupError
 from hf_gnmr.gradients import GradientNorms
 from hf_gnmr.trainer import GNMRTrainer
-from hf_gnmr.units import find_experts, find_units
+from hf_gnmr.units import find_experts, find_units, linears_of
 
 SIZES = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -224,6 +224,15 @@ def test_the_best_of_a_mixture_is_loaded_whole(trainer_for, tmp_path):
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-1"), "the higher loss counts as better"
     best = MixtralForCausalLM.from_pretrained(trainer.state.best_model_checkpoint, dtype=torch.float32)
     assert all(torch.equal(p, best.get_parameter(n)) for n, p in model.named_parameters())
+
+
+def test_routers_are_known_by_any_part_of_their_name():
+    layer = nn.Module()
+    layer.gate = nn.Module()
+    layer.gate.wg = nn.Linear(8, 4)  # HunYuan's
+    layer.router = nn.Sequential(nn.Linear(8, 4))
+    layer.shared_expert_gate, layer.gate_proj, layer.up_proj = nn.Linear(8, 1), nn.Linear(8, 8), nn.Linear(8, 8)
+    assert [name for name, _ in linears_of(layer)] == ["gate_proj", "up_proj"]
 
 
 class OwnExperts(nn.Module):
