@@ -17,6 +17,7 @@ from torch import nn
 
 from hf_gnmr.backends.activation import QuantisedInput, Saved
 from hf_gnmr.backends.formats import E2M1, E4M3, IntFormat, pack
+from hf_gnmr.backends.linears import lend, make_plain
 from hf_gnmr.controller import Controller
 
 
@@ -71,9 +72,9 @@ def ratio(hidden: int, dtype: torch.dtype, shared: int, form: object, options: a
         for quantised in (False, True):
             saved = Saved(form)
             for i, layer in enumerate(layers):
-                layer.__class__ = QuantisedInput if quantised else nn.Linear
+                make_plain(layer)
                 if quantised:
-                    layer.saved, layer.form, layer.first = saved, form, i == 0
+                    lend(layer, QuantisedInput, saved=saved, form=form, first=i == 0)
             seconds.append(min(once() for _ in range(3)))
         found.append(seconds[1] / seconds[0])
     return tuple(float(q) for q in np.quantile(found, [0.25, 0.5, 0.75]))

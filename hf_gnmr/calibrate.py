@@ -259,8 +259,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, TraceError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    for trouble in series.troubles:
-        print(f"warning: {trouble}", file=sys.stderr)
+    series.warn()
     if options.json:
         print(json.dumps(plain(vars(found)), indent=2))
     else:

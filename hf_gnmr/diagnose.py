@@ -57,8 +57,9 @@ def diagnose(series: Series) -> list[Finding]:
     """
     if not series.counted.any() or not series.recoverable.any():
         raise ConfigError(f"{series.path}: no step that counts or no recoverable unit: there is nothing to diagnose")
+    units = by_unit(series)
     return [
-        efficacy(series), concentration_bound(series), history_mean(series), overlap(series), chosen(series),
+        efficacy(series), concentration_bound(series), history_mean(series), overlap(series, units), chosen(series, units),
         oscillation(series),
     ]
 
@@ -193,9 +194,8 @@ def history_mean(series: Series) -> Finding:
     return Finding("history mean", figures, says, advice)
 
 
-def overlap(series: Series) -> Finding:
+def overlap(series: Series, units: list[dict[str, Any]]) -> Finding:
     """Which of the two scores triggers."""
-    units = by_unit(series)
     kinds = ("by_gnmr", "by_delta_gnmr", "by_both", "not_finite")
     only_gnmr, only_delta, both, broken = (sum(u[kind] for u in units) for kind in kinds)
     total = sum(u["triggers"] for u in units)
@@ -216,9 +216,9 @@ def overlap(series: Series) -> Finding:
     return Finding("overlap of the triggers", figures, says, advice)
 
 
-def chosen(series: Series) -> Finding:
+def chosen(series: Series, units: list[dict[str, Any]]) -> Finding:
     """Units that are always, or never, on the recovery path."""
-    units = [u for u in by_unit(series) if u["recoverable"] and u["share_on_recovery"] is not None]
+    units = [u for u in units if u["recoverable"] and u["share_on_recovery"] is not None]
     always = [u["name"] for u in units if u["share_on_recovery"] > 0.9]
     never = [u["name"] for u in units if u["steps_on_recovery"] == 0]
     taken = sorted((u["steps_on_recovery"] for u in units), reverse=True)
@@ -301,8 +301,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, TraceError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    for trouble in series.troubles:
-        print(f"warning: {trouble}", file=sys.stderr)
+    series.warn()
     if options.json:
         print(json.dumps(plain([vars(f) for f in findings]), indent=2))
     else:

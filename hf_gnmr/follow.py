@@ -6,7 +6,6 @@ risk with a bar each.  Into a pipe or a file it is one line a step.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -16,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from .trace import SCHEMA, TraceError, check_header, printable
+from .trace import SCHEMA, TraceError, check_header, printable, record_of
 
 QUIET = 120.0
 """Seconds without a step after which that is said."""
@@ -48,13 +47,7 @@ class Tail:
                     if not line.endswith(b"\n"):
                         return  # still being written
                     self._at += len(line)
-                    try:
-                        record = json.loads(line)
-                    except ValueError as error:
-                        raise TraceError(f"{self.path}: a line is not JSON ({error})") from error
-                    if not isinstance(record, dict):
-                        raise TraceError(f"{self.path}: a line is no object")
-                    yield record
+                    yield record_of(line, str(self.path))
         except FileNotFoundError:
             return
 

@@ -144,6 +144,7 @@ def by_unit(series: Series) -> list[dict[str, Any]]:
     """
     rows = series.counted
     gnmr, delta, triggered = series.gnmr[rows], series.delta_gnmr[rows], series.triggered[rows]
+    norms, lifted = series.norms[rows], series.active[rows].sum(axis=0)
     with np.errstate(invalid="ignore"):
         over_alpha = gnmr >= series.alpha[rows][:, None]
         over_beta = delta >= series.beta[rows][:, None]
@@ -162,11 +163,11 @@ def by_unit(series: Series) -> list[dict[str, Any]]:
             "by_delta_gnmr": int((hit & over_beta[:, i] & ~over_alpha[:, i]).sum()),
             "by_both": int((hit & over_alpha[:, i] & over_beta[:, i] & ~broken[:, i]).sum()),
             "not_finite": int((hit & broken[:, i]).sum()),
-            "steps_on_recovery": int(series.active[rows][:, i].sum()),
-            "share_on_recovery": _share(int(series.active[rows][:, i].sum()), int(rows.sum())),
+            "steps_on_recovery": int(lifted[i]),
+            "share_on_recovery": _share(int(lifted[i]), len(norms)),
             "switches": int(switched[i]),
             "mean_dwell": _share(sum(runs[i]), len(runs[i])),
-            "mean_norm": _mean(series.norms[rows][:, i]),
+            "mean_norm": _mean(norms[:, i]),
             "max_gnmr": float(finite.max()) if len(finite) else None,
         })
     return table

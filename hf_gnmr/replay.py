@@ -255,8 +255,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, TraceError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    for trouble in series.troubles:
-        print(f"warning: {trouble}", file=sys.stderr)
+    series.warn()
     if options.json:
         print(json.dumps(plain({"trace": str(series.path), "rows": rows, "differences": told, "note": NOTE}), indent=2))
         return 0

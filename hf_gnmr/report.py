@@ -262,8 +262,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     for series, label in zip(runs, labels, strict=True):
-        for trouble in series.troubles:
-            print(f"{label}: {trouble}", file=sys.stderr)
+        series.warn(label)
     print(f"written: {', '.join(map(str, written))} ({len(text) / 1e6:.2f} MB)")
     return 0
 

@@ -7,6 +7,7 @@ number of lines, U that of units.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,6 +96,11 @@ class Series:
             missing = int((np.diff(self.step) - 1).sum())
             told.append(f"{missing} steps are missing, the first after step {self.step[gaps[0]]}; figures leave them blank")
         return told
+
+    def warn(self, label: str = "warning") -> None:
+        """Tell the troubles on standard error, a line each."""
+        for trouble in self.troubles:
+            print(f"{label}: {trouble}", file=sys.stderr)
 
     @property
     def adjacent(self) -> Bools:

@@ -90,7 +90,7 @@ class TraceLines:
             first = file.readline()
         if not first.endswith(b"\n"):
             raise TraceError(f"{self.path}: empty or cut within its header, no step can be read")
-        self.header = self._record(first, 1)
+        self.header = record_of(first, f"{self.path}, line 1")
         if self.header.get("schema") != SCHEMA:
             raise TraceError(
                 f"{self.path}: schema {self.header.get('schema')!r}, {SCHEMA} can be read; is this a GNMR trace?"
@@ -103,19 +103,25 @@ class TraceLines:
                 if not line.endswith(b"\n"):
                     self.cut = True
                     return
-                record = self._record(line, number)
+                record = record_of(line, f"{self.path}, line {number}")
                 if not isinstance(record.get("step"), int):
                     raise TraceError(f"{self.path}, line {number}: no step number")
                 yield record
 
-    def _record(self, line: bytes, number: int) -> dict[str, Any]:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise TraceError(f"{self.path}, line {number}: not JSON ({error})") from error
-        if not isinstance(record, dict):
-            raise TraceError(f"{self.path}, line {number}: not an object")
-        return record
+
+def record_of(line: bytes, where: str) -> dict[str, Any]:
+    """A line of a trace.
+
+    Raises:
+        TraceError: it is no JSON object; `where` is named.
+    """
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{where}: not JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise TraceError(f"{where}: not an object")
+    return record
 
 
 def check_header(header: dict[str, Any], path: Path) -> None:

@@ -289,7 +289,7 @@ def test_a_new_file_is_read_from_its_beginning_and_a_foreign_one_refused(tmp_pat
     file.rename(tmp_path / "trace.1.jsonl")
     file.write_text('{"c": 3}\n')
     assert list(tail.new()) == [{"c": 3}]
-    for text, words in (("no json\n", "not JSON"), ("[1]\n", "no object"), ('{"step": 1}\n', "no header"),
+    for text, words in (("no json\n", "not JSON"), ("[1]\n", "not an object"), ('{"step": 1}\n', "no header"),
                         ('{"schema": 5, "units": []}\n', "schema 5"), ('{"schema": 1, "units": []}\n', "no list of units")):
         file.write_text(text)
         with pytest.raises(TraceError, match=words):
@@ -326,4 +326,5 @@ def test_a_closed_pipe_is_no_error(run):
 
 
 def test_json_of_a_summary_is_plain(run):
-    json.dumps(summarise(read_series(run)), allow_nan=False)
+    summary = summarise(read_series(run))
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
