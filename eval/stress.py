@@ -5,11 +5,13 @@
     python eval/stress.py recipes/lowbit_small.yaml --out runs/blocks --formats lowbit:4:8 --max-o 1 2 \\
         --arms none all exact gnmr:1.5-1.1:1.5 random:1.5-1.1:1.5
 
-An arm is a trigger: `none`, `all`, `exact` (nothing quantised), `gsnr`, `jacobian`, `static`, `gnmr:ALPHA:BETA`, and two
+An arm is a trigger: `none`, `all`, `exact` (nothing quantised), `gsnr`, `jacobian`, `static`, `gnmr:ALPHA:BETA`, and three
 controls: `random:ALPHA:BETA`, which draws as many units as the GNMR run of those thresholds, that seed and that maxO lifted
-in the mean, and `random:RATIO`, which draws that share of the units (for triggers that always fill maxO).  ALPHA is a
-constant, or INIT-ALPHA for the recipe's two stages; BETA may be `off`.  A format is KIND:LOW:RECOVERY in bits: `float` and
-`int` are saved activations, `lowbit` and `fp8` products (`fp8:8:16`).
+in the mean; `random:RATIO`, which draws that share of the units (for triggers that always fill maxO); and `listed:ARM`,
+which lifts as many units as that arm did in the mean, always those that it lifted most.  Against `random` an arm shows what
+its choice of units is worth, against `listed` what its choice of steps is.  ALPHA is a constant, or INIT-ALPHA for the
+recipe's two stages; BETA may be `off`.  A format is KIND:LOW:RECOVERY in bits: `float` and `int` are saved activations,
+`lowbit` and `fp8` products (`fp8:8:16`).
 
 Runs of one seed start from the same weights and see the same data in the same order, so differences are taken seed by
 seed; their standard errors are those of the paired differences.  A finished run is not run again.  `--workers 2` runs two
@@ -87,36 +89,49 @@ def main() -> int:
 def grid(options: argparse.Namespace) -> list[Job]:
     """All runs, seeds outermost, so that an interrupted grid has whole seeds; each control after what it is matched to."""
     from hf_gnmr.config import ConfigError
-    from hf_gnmr.triggers import TRIGGERS
 
-    arms = []
-    for text in options.arms:
-        name, *thresholds = text.split(":")
-        takes = name in ("gnmr", "random")
-        numbers: list[float] = []
-        wrong = len(thresholds) != (2 if takes else 0) and (name, len(thresholds)) != ("random", 1)
-        if name not in (*TRIGGERS, "exact") or wrong:
-            raise ConfigError(
-                f"--arms {text}: {', '.join(TRIGGERS)}, exact; gnmr with :ALPHA:BETA, random with that or :RATIO"
-            )
-        try:
-            numbers = [float(part) for i, t in enumerate(thresholds) if (i, t) != (1, "off") for part in stages(t)]
-        except ValueError:
-            raise ConfigError(f"--arms {text}: numbers, INIT-ALPHA or (for β) off are allowed") from None
-        if len(thresholds) == 1:
-            arms.append(Arm(name, ratio=numbers[0]))
-        else:
-            arms.append(Arm(name, (thresholds[0], thresholds[1]) if thresholds else None))
-    arms.sort(key=lambda arm: arm.trigger == "random")
-    for arm in arms:
-        if arm.trigger == "random" and arm.thresholds and Arm("gnmr", arm.thresholds) not in arms:
-            at = ":".join(arm.thresholds)
-            raise ConfigError(f"--arms random:{at} needs gnmr:{at}")
+    arms = [arm_of(text) for text in options.arms]
+    arms.sort(key=lambda arm: arm.trigger in ("random", "listed"))
+    for text, arm in zip(options.arms, map(arm_of, options.arms), strict=True):
+        model = _model(arm)
+        if model is not None and model not in arms:
+            raise ConfigError(f"--arms {text} needs {':'.join([model.trigger, *(model.thresholds or ())])}")
     jobs = []
     for seed, form, arm in itertools.product(options.seeds, options.formats, arms):
         for max_o in [None] if arm.trigger in FREE_OF_MAX_O or options.max_o is None else options.max_o:
             jobs.append(Job(arm, form, max_o, seed))
     return jobs
+
+
+def arm_of(text: str) -> Arm:
+    """An arm from its words.
+
+    Raises:
+        ConfigError: no such arm.
+    """
+    from hf_gnmr.config import ConfigError
+    from hf_gnmr.triggers import TRIGGERS
+
+    name, *thresholds = text.split(":")
+    if name == "listed":
+        of = arm_of(":".join(thresholds))
+        if of.trigger not in ("gnmr", "gsnr", "jacobian"):
+            raise ConfigError(f"--arms {text}: of an arm that chooses units anew each step: gnmr, gsnr, jacobian")
+        return Arm(name, of=of)
+    takes = name in ("gnmr", "random")
+    wrong = len(thresholds) != (2 if takes else 0) and (name, len(thresholds)) != ("random", 1)
+    if name not in (*TRIGGERS, "exact") or wrong:
+        raise ConfigError(
+            f"--arms {text}: {', '.join(TRIGGERS)}, exact; gnmr with :ALPHA:BETA, random with that or :RATIO, "
+            "listed with :ARM"
+        )
+    try:
+        numbers = [float(part) for i, t in enumerate(thresholds) if (i, t) != (1, "off") for part in stages(t)]
+    except ValueError:
+        raise ConfigError(f"--arms {text}: numbers, INIT-ALPHA or (for β) off are allowed") from None
+    if len(thresholds) == 1:
+        return Arm(name, ratio=numbers[0])
+    return Arm(name, (thresholds[0], thresholds[1]) if thresholds else None)
 
 
 def overrides_of(job: Job, options: argparse.Namespace) -> list[str]:
@@ -129,16 +144,16 @@ def overrides_of(job: Job, options: argparse.Namespace) -> list[str]:
     ]
     if arm.trigger == "exact":  # the plain model: nothing is switched, norms are traced
         changes = [c for c in changes if not c.startswith(("backend.", "trigger."))] + ["backend.name=none"]
-    changes += arm.overrides()
+    changes += (arm.of or arm).overrides()
     if job.max_o is not None:
         changes.append(f"gnmr.max_o={job.max_o}")
     if arm.trigger == "random":
         changes.append(f"trigger.seed={job.seed}")
-        twin = _twin(job)
-        changes.append(
-            f"trigger.promotion_ratio={arm.ratio}" if twin is None
-            else f"trigger.trace={options.out / twin.name / 'trace.jsonl'}"
-        )
+    if arm.ratio is not None:
+        changes.append(f"trigger.promotion_ratio={arm.ratio}")
+    twin = _twin(job)
+    if twin is not None:
+        changes.append(f"trigger.trace={options.out / twin.name / 'trace.jsonl'}")
     if arm.trigger == "static" and not any(o.startswith("trigger.warmup") for o in options.overrides):
         changes.append("trigger.warmup=0.05")  # 500 of the paper's 10,000 and more steps
     if arm.trigger != "static":
@@ -222,11 +237,19 @@ def run_all(options: argparse.Namespace, jobs: list[Job]) -> int:
     return failed
 
 
+def _model(arm: Arm) -> Arm | None:
+    """The arm that a control is matched to."""
+    if arm.trigger == "random" and arm.thresholds is not None:
+        return Arm("gnmr", arm.thresholds)
+    return arm.of
+
+
 def _twin(job: Job) -> Job | None:
     """The run that a control needs the trace of."""
-    if job.arm.trigger != "random" or job.arm.thresholds is None:
+    model = _model(job.arm)
+    if model is None:
         return None
-    return dataclasses.replace(job, arm=Arm("gnmr", job.arm.thresholds))
+    return dataclasses.replace(job, arm=model)
 
 
 def run(recipe_name: str, overrides: list[str], folder: Path) -> dict:

@@ -22,9 +22,13 @@ class Arm:
     thresholds: tuple[str, str] | None = None
     """ALPHA and BETA as they were given."""
     ratio: float | None = None
+    of: Arm | None = None
+    """Of `listed`: whose most lifted units."""
 
     @property
     def label(self) -> str:
+        if self.of is not None:
+            return f"{self.trigger} {self.of.label}"
         if self.thresholds is not None:
             return f"{self.trigger} {'/'.join(self.thresholds)}"
         return self.trigger if self.ratio is None else f"{self.trigger} {self.ratio:g}"
@@ -77,7 +81,7 @@ def rows_of(runs: dict[Job, dict]) -> list[dict]:
     for (form, max_o, arm), by_seed in cells.items():
         ours = losses(form, max_o, arm)
         low, high = losses(form, None, Arm("none")), losses(form, None, Arm("all"))
-        control = losses(form, max_o, Arm("random", arm.thresholds)) if arm.trigger == "gnmr" else {}
+        always = losses(form, max_o, Arm("listed", of=arm))
         finite = [loss for loss in ours.values() if math.isfinite(loss)]
 
         def mean(key: str, by_seed: dict = by_seed) -> float | None:
@@ -92,7 +96,8 @@ def rows_of(runs: dict[Job, dict]) -> list[dict]:
             "perplexity_sd": statistics.stdev(map(_exp, finite)) if len(finite) > 1 else None,
             "against_none": None if arm.trigger == "none" else paired(ours, low),
             "against_all": None if arm.trigger == "all" else paired(ours, high),
-            "against_random": paired(ours, control),
+            "against_random": paired(ours, _control(cells, form, max_o, arm)),
+            "against_listed": paired(ours, always),
             "gap_closed": gap_closed(ours, low, high), "lifted": _mean_shares([f["lifted"] for f in by_seed.values()]),
             "hit_max_o_rate": None if arm.trigger in FREE_OF_MAX_O else mean("hit_max_o_rate"),
             **{key: mean(key) for key in (
@@ -101,6 +106,22 @@ def rows_of(runs: dict[Job, dict]) -> list[dict]:
             )},
         })
     return rows
+
+
+def _control(cells: dict[tuple, dict[int, dict]], form: str, max_o: int | None, arm: Arm) -> dict[int, float]:
+    """Losses of the units drawn at random that `arm` is held against: those matched to its thresholds, or those of a ratio
+    that came to its own (within 2%)."""
+    if arm.trigger == "random":
+        return {}
+    matched = cells.get((form, max_o, Arm("random", arm.thresholds))) if arm.thresholds else None
+    if matched is None:
+        ratio = statistics.mean(f.get("promotion_ratio") or 0.0 for f in cells[form, max_o, arm].values())
+        drawn = {
+            a.ratio: found for (f, m, a), found in cells.items() if (f, m) == (form, max_o) and a.ratio is not None
+        }
+        near = min(drawn, key=lambda r: abs(r - ratio), default=None)
+        matched = drawn[near] if near is not None and abs(near - ratio) <= 0.02 * ratio else {}
+    return {seed: float(f["eval_loss"]) for seed, f in matched.items()}
 
 
 def _mean_shares(shares: list[dict[str, float]]) -> dict[str, float]:
@@ -204,7 +225,7 @@ def markdown(table: dict, options: argparse.Namespace, wanted: int) -> str:
             f"{len(r['seeds'])}{', ' + str(r['diverged']) + ' diverged' if r['diverged'] else ''}",
             f"{number(r['perplexity'], 3)} ({number(r['perplexity_sd'], 3)})",
             f"{number(r['loss'])} ({number(r['loss_sd'])})",
-            *(difference(r[f"against_{name}"]) for name in ("none", "all", "random")), gap(r["gap_closed"]),
+            *(difference(r[f"against_{name}"]) for name in ("none", "all", "random", "listed")), gap(r["gap_closed"]),
         ]
         for r in rows
     ]
@@ -220,12 +241,13 @@ def markdown(table: dict, options: argparse.Namespace, wanted: int) -> str:
     ]
     lines = table_of(
         ["format", "maxO", "arm", "seeds", "perplexity (sd)", "loss (sd)", "loss − none", "loss − all", "loss − random",
-         "gap closed"],
+         "loss − listed", "gap closed"],
         [a + b for a, b in zip(first, quality, strict=True)],
     )
     lines += [
         "", "± is the standard error of the difference paired by seed; detectable: the effect that a t test at 5% finds "
-        "with 80% power. Gap closed: (ppl none − ppl) / (ppl none − ppl all) of the means, 95% of a bootstrap over seeds.",
+        "with 80% power. Random: as many units, drawn anew each step; listed: as many, always those the arm lifted most. "
+        "Gap closed: (ppl none − ppl) / (ppl none − ppl all) of the means, 95% of a bootstrap over seeds.",
         "",
     ]
     lines += table_of(

@@ -41,7 +41,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
         backend: "int8" (bitsandbytes INT8 ↔ BF16), "activation" (saved activations in few bits), "fp8" (hybrid FP8),
             "lowbit" (4 and 6 bits, simulated) or "none" (monitor only).
         trigger: "gnmr", "none" (all on the low-cost path), "all" (all on the recovery path), "gsnr", "jacobian", "static",
-            "random".
+            "random", "listed".
         trigger_options: the trigger's own, see `hf_gnmr.triggers`, e.g. {"promotion_ratio": 0.1} of "random".
         recovery: the store of recovery weights: "host" (originals off the device), "device" (both paths resident, about two
             bytes a weight) or "dequantize" (BF16 compute on the 8-bit weights).

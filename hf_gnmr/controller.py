@@ -156,6 +156,8 @@ class Controller:
         config: thresholds and budget.
         total_steps: optimizer steps of the whole run; needed where the configuration gives shares of it.
         recoverable: bools, shape (num_units,); None means all.
+        options: a trigger's own.
+        names: of the units, for a trigger that chooses by them.
 
     Raises:
         ConfigError: no units, a mask of the wrong length, or a share of steps without `total_steps`.
@@ -175,6 +177,7 @@ class Controller:
         total_steps: int | None = None,
         recoverable: ArrayLike | None = None,
         options: Mapping[str, Any] | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         if num_units < 1:
             raise ConfigError(f"num_units={num_units!r}: at least 1 unit is needed")
@@ -191,13 +194,20 @@ class Controller:
         self.monitor = RiskMonitor(num_units, self.config.delta)
         self.policy = RecoveryPolicy(mask, self.max_o, self.config.t_lock)
         self.steps_done = 0
+        self.names = list(names)
         self.given: dict[str, Any] = {**self.options, **(options or {})}
+        self.check(self.given)
         self._prepare()
         self.active: Bools = self._paths(np.zeros(num_units, dtype=bool))
         """Units on the recovery path in the step that comes next, bool, shape (num_units,)."""
 
+    @classmethod
+    def check(cls, given: Mapping[str, Any]) -> None:
+        """Raise ConfigError where a trigger's own options (all of them, defaults included) can be told to be wrong."""
+        return None
+
     def _prepare(self) -> None:
-        """Check and resolve a trigger's own options."""
+        """Resolve a trigger's own options, once the units are known."""
         return None
 
     @property

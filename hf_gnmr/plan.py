@@ -17,15 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import bitsandbytes as bnb
+import numpy as np
 import torch
 
 from .backends.residual import CHUNK
-from .config import ConfigError, SetupError, parse_bytes
+from .config import ConfigError, GNMRConfig, SetupError, parse_bytes
 from .models import BUILTIN, architecture_config, lora_config
 from .options import Options, within_budget
 from .plan_activations import activations_in_words, head_in_words, plan_activations
 from .recipe import SCRATCH, find_recipe, load_recipe
 from .sections import Recipe, RecipeError
+from .triggers import make_trigger
 from .units import find_units
 
 EXCEPTIONS = 0.012
@@ -92,7 +94,7 @@ def plan(recipe: Recipe, *, processes: int = 1, rows: int | None = None) -> dict
     sizes = [sum(2 * m.weight.numel() for m in modules) for modules in units]
     recoverable = sorted((size for size in sizes if size), reverse=True)
     max_o = _max_o(recipe, recoverable, cast)
-    lifted = len(recoverable) if recipe.trigger.name == "all" or recipe.gnmr.fidelity_warmup else max_o
+    lifted = _most_lifted(recipe, [unit.name for unit in unit_list], [size > 0 for size in sizes], max_o)
     slots = sum(recoverable[:lifted])
     in_units = sum(size // 2 for size in sizes)
     largest = max((m.weight.numel() for modules in units for m in modules), default=0)
@@ -222,6 +224,20 @@ def _max_o(recipe: Recipe, recoverable: list[int], cast: bool) -> int:
     bounds = [sum(recoverable[:lifted]) if adds else 0 for lifted in range(len(recoverable) + 1)]
     config = within_budget(recipe.gnmr, options, bounds, holds_all=not on_gpu)
     return config.resolve_max_o(len(recoverable))
+
+
+def _most_lifted(recipe: Recipe, names: list[str], recoverable: list[bool], max_o: int) -> int:
+    """Units that can be on the recovery path at a time."""
+    trigger = recipe.trigger
+    if trigger.name in ("all", "static") or recipe.gnmr.fidelity_warmup:  # `static` has all of them there in its warm-up
+        return sum(recoverable)
+    if trigger.name != "listed":
+        return max_o
+    config = GNMRConfig(alpha_init_fraction=0.0)
+    listed = make_trigger(
+        "listed", len(names), config, recoverable=np.array(recoverable), options=trigger.options(), names=names
+    )
+    return listed.most_active()
 
 
 def _way(recipe: Recipe) -> str:

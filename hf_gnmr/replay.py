@@ -153,7 +153,8 @@ def controller_of(
         raise ConfigError(f"{series.path}: the header does not say the options of trigger {trigger!r} (an older trace)")
     total = series.header.get("total_steps")
     return make_trigger(
-        trigger, len(series.names), config, total_steps=total, recoverable=series.recoverable, options=options
+        trigger, len(series.names), config, total_steps=total, recoverable=series.recoverable, options=options,
+        names=series.names,
     )
 
 

@@ -137,9 +137,11 @@ class TriggerSection:
 
     name: str = "gnmr"
     promotion_ratio: float | None = None
-    """``random``: mean share of units that is lifted."""
+    """``random``, ``listed``: mean share of units that is lifted."""
     trace: str | None = None
-    """``random``: a trace whose promotion ratio is taken instead."""
+    """``random``: a trace whose promotion ratio is taken instead; ``listed``: whose most lifted units are, too."""
+    units: list[str] | None = None
+    """``listed``: names or patterns of the units that are lifted for good."""
     seed: int | None = None
     """``random``: of the draws; None: 0."""
     warmup: int | float | None = None

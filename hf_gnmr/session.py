@@ -116,7 +116,7 @@ class GNMRSession:
         try:
             self.controller: Controller = make_trigger(
                 options.trigger, len(self.units), self.config, total_steps=total_steps, recoverable=self.backend.recoverable,
-                options=options.trigger_options,
+                options=options.trigger_options, names=[unit.name for unit in self.units],
             )
             self.signal = SIGNALS[self.controller.signal](self.units) if self.controller.signal else None
             self._gradients = GradientNorms(model, self.units, scaler, self.signal, gradient_accumulation_steps)

@@ -31,6 +31,7 @@ from .backends.int8 import cast_notes_silenced
 from .callback import GNMRCallback
 from .checks import refuse_training_settings
 from .config import ConfigError, SetupError
+from .controls import promotion_ratio
 from .data import check_source, encode, load_rows
 from .environment import environment, environment_in_words, peak_memory
 from .folder import OutputFolder
@@ -133,6 +134,8 @@ def train(recipe: Recipe) -> dict[str, Any]:
     if done is not None and folder.is_complete():
         say(f"the run in {folder.path} is finished ({done} steps): nothing to do")
         return {}
+    if recipe.trigger.trace is not None:
+        promotion_ratio(recipe.trigger.trace)  # its refusal, before the model is loaded
 
     scratch = recipe.model.name == SCRATCH
     with process.main_process_first():

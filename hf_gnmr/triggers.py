@@ -7,6 +7,7 @@
 | `jacobian` | the maxO units of highest gain in the backward, every step | Appendix E.5 |
 | `static` | a warm-up in 16 bits; then those with the highest mean GNMR in it, for good; exempt from maxO | Appendix E.4 |
 | `random` | units drawn anew each step, a promotion ratio in the mean, never above maxO | ours: the control to beat |
+| `listed` | the units of a list, or those that a trace lifted most, for good; exempt from maxO | ours: the other control |
 | `none`, `all` | all on the low-cost path, or all recoverable units on the recovery path (exempt from maxO) | the two ends |
 
 All of them score every unit as `gnmr` does, so that any run's trace shows what the controller would have seen.  What a
@@ -16,14 +17,14 @@ trigger measures beside the norms is a `signals.Signal`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from .config import ConfigError, GNMRConfig
 from .controller import Bools, Controller, Floats, top_units
-from .trace import TraceError, read_trace
+from .controls import Listed, Random
 
 
 class Fixed(Controller):
@@ -94,6 +95,16 @@ class Static(Controller):
     trigger = "static"
     options = {"warmup": 500, "share": 0.25}
 
+    @classmethod
+    def check(cls, given: Mapping[str, Any]) -> None:
+        warmup, share = given["warmup"], given["share"]
+        if isinstance(warmup, bool) or not isinstance(warmup, (int, float)) or not math.isfinite(warmup) or warmup <= 0:
+            raise ConfigError(f"warmup={warmup!r}: steps above 0, or a share of the steps between 0 and 1, is allowed")
+        if isinstance(warmup, float) and warmup >= 1:
+            raise ConfigError(f"warmup={warmup!r}: a share is below 1; steps are a whole number")
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ConfigError(f"share={share!r}: above 0 and at most 1 is allowed")
+
     def _prepare(self) -> None:
         warmup, share = self.given["warmup"], self.given["share"]
         if self.config.fidelity_warmup:
@@ -101,16 +112,12 @@ class Static(Controller):
                 f"fidelity_warmup={self.config.fidelity_warmup} with trigger='static', which has a warm-up of its own: set "
                 "it to 0, and give trigger.warmup"
             )
-        if isinstance(warmup, bool) or not isinstance(warmup, (int, float)) or not math.isfinite(warmup) or warmup <= 0:
-            raise ConfigError(f"warmup={warmup!r}: steps above 0, or a share of the steps between 0 and 1, is allowed")
         if isinstance(warmup, float):
-            if warmup >= 1 or self.total_steps is None:
-                raise ConfigError(f"warmup={warmup!r}: a share is below 1, and needs the total number of steps")
+            if self.total_steps is None:
+                raise ConfigError(f"warmup={warmup!r}: a share needs the total number of steps")
             warmup = math.ceil(warmup * self.total_steps - 1e-9)
         if self.total_steps is not None and warmup >= self.total_steps:
             raise ConfigError(f"warmup={warmup} of {self.total_steps} steps: nothing would be left after the warm-up")
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
-            raise ConfigError(f"share={share!r}: above 0 and at most 1 is allowed")
         self.warmup_steps = int(warmup)
         self.lifted_units = max(1, math.floor(share * int(self.recoverable.sum()) + 1e-9))
         self._sum, self._count = np.zeros(self.num_units), np.zeros(self.num_units)
@@ -150,68 +157,9 @@ class Static(Controller):
         self._fixed = None if state["fixed"] is None else np.array(state["fixed"], dtype=bool)
 
 
-class Random(Controller):
-    """Units drawn uniformly, anew each step, from a generator of seed and step alone.
-
-    Options:
-        promotion_ratio: mean share of recoverable units that is lifted.
-        trace: a trace whose promotion ratio is taken instead.
-        seed: of the draws; default 0.
-    """
-
-    trigger = "random"
-    options = {"promotion_ratio": None, "trace": None, "seed": 0}
-
-    def _prepare(self) -> None:
-        ratio, trace, seed = self.given["promotion_ratio"], self.given["trace"], self.given["seed"]
-        if (ratio is None) == (trace is None):
-            raise ConfigError("trigger='random' takes promotion_ratio or trace, one of them")
-        if trace is not None:
-            ratio = _promotion_ratio(str(trace))
-        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
-            raise ConfigError(f"promotion_ratio={ratio!r}: a number from 0 to 1 is allowed")
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise ConfigError(f"seed={seed!r}: a whole number of 0 or more is allowed")
-        self.mean = float(ratio) * int(self.recoverable.sum())
-        if self.mean > self.max_o + 1e-9:
-            raise ConfigError(
-                f"promotion_ratio={ratio!r} is {self.mean:g} units in the mean, and max_o allows {self.max_o}: raise one or "
-                "lower the other"
-            )
-        # What the ratio came to is what a resumed run is held to, whatever became of the trace.
-        self.given = {"promotion_ratio": float(ratio), "trace": None, "seed": seed}
-
-    def _paths(self, seated: Bools) -> Bools:
-        if self.steps_done + 1 <= self.fidelity_warmup_steps:
-            return self.recoverable.copy()
-        generator = np.random.default_rng([self.given["seed"], self.steps_done])
-        whole = math.floor(self.mean + 1e-9)
-        number = whole + int(generator.random() < self.mean - whole)
-        drawn = np.zeros(self.num_units, dtype=bool)
-        drawn[generator.choice(np.flatnonzero(self.recoverable), size=number, replace=False)] = True
-        return drawn
-
-
-def _promotion_ratio(path: str) -> float:
-    """Of a trace, a fidelity warm-up apart."""
-    from .metrics import summarise
-
-    try:
-        trace = read_trace(path)
-        share, total = trace.header["config"].get("fidelity_warmup", 0.0), trace.header.get("total_steps")
-        warm_up = math.ceil(share * total - 1e-9) if share and total else 0
-        trace.steps = [line for line in trace.steps if line["step"] > warm_up]
-        ratio = summarise(trace)["promotion_ratio"]
-    except TraceError as error:
-        raise ConfigError(f"trace={path!r}: {error}") from error
-    if ratio is None:
-        raise ConfigError(f"trace={path!r} has no step or no recoverable unit: no promotion ratio")
-    return float(ratio)
-
-
 TRIGGERS: dict[str, type[Controller]] = {
     "gnmr": Controller, "none": NoneLifted, "all": AllLifted, "gsnr": LowestGsnr, "jacobian": HighestGain, "static": Static,
-    "random": Random,
+    "random": Random, "listed": Listed,
 }
 
 
@@ -223,19 +171,20 @@ def make_trigger(
     total_steps: int | None = None,
     recoverable: Bools | None = None,
     options: Mapping[str, Any] | None = None,
+    names: Sequence[str] = (),
 ) -> Controller:
-    """The trigger called `name`.
+    """The trigger called `name`; `names` are the units', which `listed` chooses by.
 
     Raises:
         ConfigError: an unknown name, or settings the trigger cannot use.
     """
     check_trigger(name, options)
     mask = None if recoverable is None else np.asarray(recoverable, dtype=bool)
-    return TRIGGERS[name](num_units, config, total_steps=total_steps, recoverable=mask, options=options)
+    return TRIGGERS[name](num_units, config, total_steps=total_steps, recoverable=mask, options=options, names=names)
 
 
 def check_trigger(name: str, options: Mapping[str, Any] | None = None) -> None:
-    """Raise ConfigError unless `name` is a known trigger and `options` are its own."""
+    """Raise ConfigError unless `name` is a known trigger and `options` are its own, as far as can be told without units."""
     if name not in TRIGGERS:
         raise ConfigError(f"trigger={name!r}: one of {', '.join(map(repr, TRIGGERS))} is allowed")
     known = TRIGGERS[name].options
@@ -244,3 +193,4 @@ def check_trigger(name: str, options: Mapping[str, Any] | None = None) -> None:
             theirs = [trigger for trigger, cls in TRIGGERS.items() if option in cls.options]
             where = f"it belongs to {', '.join(theirs)}" if theirs else f"{name} has {', '.join(known) or 'none'}"
             raise ConfigError(f"trigger={name!r} has no option {option!r}: {where}")
+    TRIGGERS[name].check({**known, **(options or {})})

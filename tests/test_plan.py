@@ -9,6 +9,7 @@ import torch
 from conftest import load_bf16, load_int8, save_llama, trace_lines
 
 from hf_gnmr.cli import main as cli
+from hf_gnmr.config import ConfigError
 from hf_gnmr.plan import in_words, plan
 from hf_gnmr.recipe import find_recipe, load_recipe
 from hf_gnmr.train import main as train
@@ -56,6 +57,14 @@ def test_biases_and_every_unit_lifted_are_counted(recipe_file, tmp_path):
     rows = sum(p.shape[0] for n, p in load_int8(folder).named_parameters() if p.dtype == torch.int8)
     assert figures["ways"]["INT8"]["weights"] == real + 4 * rows
     assert figures["ways"][figures["way"]]["recovery"] == 3 * figures["unit_bytes"] and figures["most_lifted"] == 3
+    for more, lifted in (
+        (["trigger.name=static"], 3), (["trigger.name=random", "trigger.promotion_ratio=0.1"], 1),
+        (["trigger.name=listed", "trigger.units=['*.0', '*.2']"], 2),
+        (["trigger.name=listed", "trigger.units=['*']", "trigger.promotion_ratio=0.1"], 1),
+    ):
+        assert plan(load_recipe(recipe_file, [*overrides, *more]))["most_lifted"] == lifted, more
+    with pytest.raises(ConfigError, match="units='layers.9' matches no unit"):
+        plan(load_recipe(recipe_file, [*overrides, "trigger.name=listed", "trigger.units=[layers.9]"]))
 
 
 def test_a_budget_and_what_does_not_fit(recipe_file, capsys):

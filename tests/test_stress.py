@@ -24,7 +24,9 @@ SMALL = [
     "model.architecture={model_type: llama, vocab_size: 288, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,"
     " num_attention_heads: 2, max_position_embeddings: 128, tie_word_embeddings: false}",
 ]
-ARMS = ["random:1.5:1.3", "random:0.1", "none", "all", "exact", "gnmr:1.5:1.3", "gsnr", "jacobian", "static"]
+ARMS = [
+    "listed:jacobian", "random:1.5:1.3", "random:0.1", "none", "all", "exact", "gnmr:1.5:1.3", "gsnr", "jacobian", "static",
+]
 
 
 def grid(out, *arguments):
@@ -59,6 +61,10 @@ def test_a_grid_of_twenty_steps(tmp_path):
     assert rows["all"]["lifted"]["down_proj"] == pytest.approx(1 / 7)
     control = rows["random 1.5/1.3"]
     assert abs(control["promotion_ratio"] - row["promotion_ratio"]) < 0.03 and row["against_random"]["seeds"] == 2
+    always = rows["listed jacobian"]
+    assert always["promotion_ratio"] == pytest.approx(rows["jacobian"]["promotion_ratio"], abs=0.005)
+    assert rows["jacobian"]["against_listed"]["mean"] == pytest.approx(rows["jacobian"]["loss"] - always["loss"])
+    assert always["hit_max_o_rate"] == 1 and len(always["lifted"]) <= 4, "two units for good in each of two runs"
     assert [rows[arm]["promotion_ratio"] for arm in ("none", "all", "exact")] == [0, 1, None]
     assert rows["gsnr"]["trigger_bytes"] > 0 == rows["jacobian"]["trigger_bytes"]
     assert rows["none"]["peak_saved_bytes"] < row["peak_saved_bytes"] < rows["all"]["peak_saved_bytes"]
@@ -80,7 +86,7 @@ def test_a_grid_of_twenty_steps(tmp_path):
     before = (out / "int-2-8_all_seed1" / "trace.jsonl").stat().st_mtime_ns
     (out / "int-2-8_none_seed1" / "results.json").unlink()  # broken off
     again = grid(out, *arguments)
-    assert "18 runs, 1 of them to do" in again.stdout and again.returncode == 0
+    assert "20 runs, 1 of them to do" in again.stdout and again.returncode == 0
     assert (out / "int-2-8_all_seed1" / "trace.jsonl").stat().st_mtime_ns == before
     assert json.loads((out / "int-2-8_none_seed1" / "results.json").read_text())["eval_loss"] == low[1], "and the same again"
 
@@ -112,7 +118,9 @@ def test_a_grid_of_products_in_two_stages(tmp_path):
     ("arguments", "message"),
     [
         (["--arms", "gnmr"], "--arms gnmr:"), (["--arms", "mean"], "--arms mean"),
-        (["--arms", "random:1.5:1.3"], "needs gnmr:1.5:1.3"), (["--formats", "int:1:8"], "bits_low=1"),
+        (["--arms", "listed:gsnr"], "listed:gsnr needs gsnr"), (["--arms", "listed:none"], "--arms listed:none"),
+        (["--arms", "listed"], "--arms"), (["--arms", "random:1.5:1.3"], "needs gnmr:1.5:1.3"),
+        (["--formats", "int:1:8"], "bits_low=1"),
         (["--formats", "int"], "--formats int"), (["--formats", "lowbit:5:8"], "bits_low=5"),
         (["--formats", "fp8:8:8"], "--formats fp8:8:8"), (["--workers", "0"], "--workers 0"),
         (["--arms", "random:off"], "--arms random:off"), (["--arms", "gnmr:1-2-3:off"], "--arms gnmr:1-2-3:off"),

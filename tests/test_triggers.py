@@ -11,11 +11,15 @@ import torch
 from conftest import load_int8, random_llama, token_rows, trace_lines, with_lora
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from synthetic import stationary, write_trace
 
 from hf_gnmr import GNMRCallback, GNMRConfig, GNMRSession
 from hf_gnmr.config import ConfigError
 from hf_gnmr.options import Options
+from hf_gnmr.replay import differences
+from hf_gnmr.series import read_series
 from hf_gnmr.signals import Gsnr, Jacobian
+from hf_gnmr.trace import read_trace
 from hf_gnmr.triggers import TRIGGERS, make_trigger
 from hf_gnmr.units import find_projections, find_units
 
@@ -165,7 +169,8 @@ def test_no_trigger_changes_what_is_kept():
     for name in TRIGGERS:
         model = random_llama()
         session = GNMRSession(model, total_steps=999, backend="activation", trigger=name, max_o=0,
-                              trigger_options={"promotion_ratio": 0.0} if name == "random" else {})
+                              trigger_options={"random": {"promotion_ratio": 0.0},
+                                               "listed": {"units": ["*"], "promotion_ratio": 0.0}}.get(name, {}))
         session.backend.apply(np.zeros(21, dtype=bool))
         backward(model, IDS)
         kept[name] = session.backend.step_figures()["saved_bytes"]
@@ -299,9 +304,95 @@ def test_random_takes_its_ratio_from_a_trace(trainer_for, tmp_path):
     assert trigger.given["promotion_ratio"] == ratio
 
 
+NAMES = ["layers.0.q_proj", "layers.0.down_proj", "layers.1.q_proj", "layers.1.down_proj"]
+
+
+def lifted_by(trigger, steps):
+    found = []
+    for _ in range(steps):
+        found.append(np.flatnonzero(trigger.active).tolist())
+        trigger.step(np.ones(trigger.num_units))
+    return found
+
+
+def test_listed_keeps_the_units_of_its_patterns_whatever_the_gradients_say():
+    def make(units, recoverable=None, **more):
+        return make_trigger("listed", 4, GNMRConfig(max_o=1, alpha_init_fraction=0.0), recoverable=recoverable,
+                            options={"units": units, **more}, names=NAMES)
+
+    trigger = make(["*.down_proj"])
+    assert lifted_by(trigger, 3) == [[1, 3]] * 3 and trigger.most_active() == 2, "exempt from maxO"
+    assert np.flatnonzero(trigger.step([1, 1, 1e9, np.inf]).active).tolist() == [1, 3]
+    assert trigger.given["units"] == ["layers.0.down_proj", "layers.1.down_proj"]
+    assert make(["layers.1.*", "layers.1.q_proj", "layers.0.q_proj"]).given["units"] == [NAMES[2], NAMES[3], NAMES[0]]
+    assert lifted_by(make(["*.q_proj"], [True, True, False, True]), 1) == [[0]], "not what has no recovery path"
+    # 1.5 units in the mean: the first always, the second in every other step, and a fraction is carried over a resume
+    half = make(["layers.1.q_proj", "layers.0.q_proj", "*.down_proj"], promotion_ratio=0.375)
+    assert half.most_active() == 2
+    whole = lifted_by(half, 8)
+    assert sorted(map(len, whole)) == [1] * 4 + [2] * 4 and all(2 in step for step in whole) and [0, 2] in whole
+    first = make(["layers.1.q_proj", "layers.0.q_proj", "*.down_proj"], promotion_ratio=0.375)
+    start = lifted_by(first, 3)
+    rest = make(["layers.1.q_proj", "layers.0.q_proj", "*.down_proj"], promotion_ratio=0.375)
+    rest.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert start + lifted_by(rest, 5) == whole
+    with pytest.raises(ConfigError, match="options"):
+        make(["*.q_proj"]).load_state_dict(first.state_dict())
+
+
+def test_listed_takes_the_most_lifted_units_of_a_trace(tmp_path):
+    norms = stationary(200, 6, seed=3, spikes=0.3)
+    write_trace(tmp_path / "trace.jsonl", norms, max_o=2, alpha=1.2, beta=1.1, alpha_init_fraction=0.0,
+                fidelity_warmup=0.05)
+    trace = read_trace(tmp_path / "trace.jsonl")
+    lines = trace.steps[10:]  # behind the warm-up
+    counts = np.bincount([unit for line in lines for unit in line["active"]], minlength=6)
+    order = np.argsort(-counts, kind="stable").tolist()
+    names = [f"model.layers.{i}" for i in range(6)]
+    trigger = make_trigger("listed", 6, GNMRConfig(max_o=2, alpha_init_fraction=0.0),
+                           options={"trace": str(tmp_path / "trace.jsonl")}, names=names)
+    assert trigger.given["units"] == [names[i] for i in order] and trigger.given["trace"] is None
+    assert trigger.given["promotion_ratio"] == pytest.approx(counts.sum() / (6 * 190))
+    found = lifted_by(trigger, 1000)
+    assert sum(map(len, found)) == pytest.approx(1000 * counts.sum() / 190, abs=1)
+    assert all(sorted(order[: len(step)]) == step for step in found)
+    again = make_trigger("listed", 6, GNMRConfig(max_o=2, alpha_init_fraction=0.0), options=trigger.given, names=names)
+    assert lifted_by(again, 1000) == found, "what a trace came to is an option of its own"
+    renamed = [*names[:5], "lm"]
+    for others, message in ((names[:5], "has 6 units, this run 5"), (renamed, "unit 'model.layers.5', this run 'lm'")):
+        with pytest.raises(ConfigError, match=message):
+            make_trigger("listed", len(others), GNMRConfig(), options={"trace": str(tmp_path / "trace.jsonl")}, names=others,
+                         total_steps=10)
+
+
+def test_listed_makes_a_trace_that_is_replayed_exactly(trainer_for, tmp_path):
+    callback = GNMRCallback(backend="activation", trigger="listed", trigger_options=MORE["listed"], max_o=3)
+    trainer_for(random_llama(), callback).train()
+    series = read_series(tmp_path / "run" / "trace.jsonl")
+    assert differences(series) == []
+    assert {series.names[i].rpartition(".")[2] for i in np.flatnonzero(series.active.any(axis=0))} == {"down_proj"}
+    assert set(series.active.sum(axis=1).tolist()) == {1, 2}, "0.07 of 21 is 1.47"
+
+
+def test_a_list_that_fits_no_unit_is_refused_by_name(trainer_for):
+    with pytest.raises(ConfigError, match=r"units='\*.donw_proj' matches no unit: a name from .*q_proj to .*down_proj"):
+        trainer_for(
+            random_llama(), GNMRCallback(backend="activation", trigger="listed", trigger_options={"units": ["*.donw_proj"]})
+        ).train()
+    with pytest.raises(ConfigError, match="without a recovery path"):
+        make_trigger("listed", 4, GNMRConfig(max_o=1), recoverable=[True, True, True, False], total_steps=9,
+                     options={"units": ["layers.1.down_proj"]}, names=NAMES)
+    with pytest.raises(ConfigError, match="needs the names"):
+        make_trigger("listed", 4, GNMRConfig(max_o=1), total_steps=9, options={"units": ["*"]})
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
+        ("listed", {}, "takes units"), ("listed", {"units": []}, r"units=\[\]"), ("listed", {"units": "*"}, r"units='\*'"),
+        ("listed", {"units": ["*"], "trace": "t"}, "takes units"), ("listed", {"units": [3]}, r"units=\[3\]"),
+        ("listed", {"units": ["*"], "promotion_ratio": 1.5}, "promotion_ratio=1.5"),
+        ("listed", {"units": ["unit.1"], "promotion_ratio": 0.5}, "4 units in the mean, and the list has 1"),
         ("random", {}, "promotion_ratio or trace"), ("random", {"promotion_ratio": 2.0}, "promotion_ratio=2.0"),
         ("random", {"promotion_ratio": 0.9}, "max_o allows 2"), ("random", {"trace": "/gone"}, "trace='/gone'"),
         ("random", {"promotion_ratio": 0.1, "seed": -1}, "seed=-1"), ("static", {"warmup": 0}, "warmup=0"),
@@ -312,15 +403,18 @@ def test_random_takes_its_ratio_from_a_trace(trainer_for, tmp_path):
 )
 def test_what_is_not_allowed(name, options, message):
     with pytest.raises(ConfigError, match=message):
-        make_trigger(name, 8, GNMRConfig(max_o=2), total_steps=50, options=options)
-    if "belongs" in message or name == "mean":
+        make_trigger(name, 8, GNMRConfig(max_o=2), total_steps=50, options=options, names=[f"unit.{i}" for i in range(8)])
+    if not any(part in message for part in ("max_o", "/gone", "nothing would", "in the mean")):  # told without any unit
         with pytest.raises(ConfigError, match=message):
             Options(backend="activation", trigger=name, trigger_options=options)
 
 
 # -- under a Trainer -------------------------------------------------------------------------------------------------------
 
-MORE = {"random": {"promotion_ratio": 0.1}, "static": {"warmup": 2}}
+MORE = {
+    "random": {"promotion_ratio": 0.1}, "static": {"warmup": 2},
+    "listed": {"units": ["*.down_proj"], "promotion_ratio": 0.07},
+}
 
 
 @pytest.mark.parametrize("trigger", sorted(TRIGGERS))
