@@ -9,9 +9,9 @@ An arm is a trigger: `none`, `all`, `exact` (nothing quantised), `gsnr`, `jacobi
 controls: `random:ALPHA:BETA`, which draws as many units as the GNMR run of those thresholds, that seed and that maxO lifted
 in the mean; `random:RATIO`, which draws that share of the units (for triggers that always fill maxO); and `listed:ARM`,
 which lifts as many units as that arm did in the mean, always those that it lifted most.  Against `random` an arm shows what
-its choice of units is worth, against `listed` what its choice of steps is.  ALPHA is a constant, or INIT-ALPHA for the
-recipe's two stages; BETA may be `off`.  A format is KIND:LOW:RECOVERY in bits: `float` and `int` are saved activations,
-`lowbit` and `fp8` products (`fp8:8:16`).
+its choice of units is worth, against `listed` what its choice of steps is.  `listed:PATTERN` (`listed:*.down_proj`) lifts
+the units of that name for good.  ALPHA is a constant, or INIT-ALPHA for the recipe's two stages; BETA may be `off`.
+A format is KIND:LOW:RECOVERY in bits: `float` and `int` are saved activations, `lowbit` and `fp8` products (`fp8:8:16`).
 
 Runs of one seed start from the same weights and see the same data in the same order, so differences are taken seed by
 seed; their standard errors are those of the paired differences.  A finished run is not run again.  `--workers 2` runs two
@@ -38,7 +38,7 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
 
 from step_times import step_times
-from stress_tables import FREE_OF_MAX_O, Arm, Job, gap_closed, markdown, paired, rows_of, stages, t_quantile
+from stress_tables import Arm, Job, gap_closed, markdown, paired, rows_of, stages, t_quantile
 
 __all__ = ["gap_closed", "main", "paired", "t_quantile"]
 
@@ -98,7 +98,7 @@ def grid(options: argparse.Namespace) -> list[Job]:
             raise ConfigError(f"--arms {text} needs {':'.join([model.trigger, *(model.thresholds or ())])}")
     jobs = []
     for seed, form, arm in itertools.product(options.seeds, options.formats, arms):
-        for max_o in [None] if arm.trigger in FREE_OF_MAX_O or options.max_o is None else options.max_o:
+        for max_o in [None] if arm.free_of_max_o or options.max_o is None else options.max_o:
             jobs.append(Job(arm, form, max_o, seed))
     return jobs
 
@@ -113,6 +113,8 @@ def arm_of(text: str) -> Arm:
     from hf_gnmr.triggers import TRIGGERS
 
     name, *thresholds = text.split(":")
+    if name == "listed" and len(thresholds) == 1 and re.search(r"[.*?\[]", thresholds[0]):
+        return Arm(name, units=thresholds[0])
     if name == "listed":
         of = arm_of(":".join(thresholds))
         if of.trigger not in ("gnmr", "gsnr", "jacobian"):
@@ -149,6 +151,8 @@ def overrides_of(job: Job, options: argparse.Namespace) -> list[str]:
         changes.append(f"gnmr.max_o={job.max_o}")
     if arm.trigger == "random":
         changes.append(f"trigger.seed={job.seed}")
+    if arm.units is not None:
+        changes.append(f"trigger.units={json.dumps([arm.units])}")
     if arm.ratio is not None:
         changes.append(f"trigger.promotion_ratio={arm.ratio}")
     twin = _twin(job)

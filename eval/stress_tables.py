@@ -24,14 +24,22 @@ class Arm:
     ratio: float | None = None
     of: Arm | None = None
     """Of `listed`: whose most lifted units."""
+    units: str | None = None
+    """Of `listed`: a pattern."""
 
     @property
     def label(self) -> str:
         if self.of is not None:
             return f"{self.trigger} {self.of.label}"
+        if self.units is not None:
+            return f"{self.trigger} {self.units}"
         if self.thresholds is not None:
             return f"{self.trigger} {'/'.join(self.thresholds)}"
         return self.trigger if self.ratio is None else f"{self.trigger} {self.ratio:g}"
+
+    @property
+    def free_of_max_o(self) -> bool:
+        return self.trigger in FREE_OF_MAX_O or self.units is not None
 
     def overrides(self) -> list[str]:
         """The thresholds in a recipe's words."""
@@ -64,7 +72,8 @@ class Job:
     @property
     def name(self) -> str:
         parts = [self.form.replace(":", "-"), *([] if self.max_o is None else [f"maxo{self.max_o}"])]
-        return "_".join([*parts, self.arm.label.replace(" ", "-").replace("/", "-"), f"seed{self.seed}"])
+        label = self.arm.label.replace("*", "any")
+        return "_".join([*parts, re.sub(r"[^\w.-]", "-", label), f"seed{self.seed}"])
 
 
 def rows_of(runs: dict[Job, dict]) -> list[dict]:
@@ -99,7 +108,7 @@ def rows_of(runs: dict[Job, dict]) -> list[dict]:
             "against_random": paired(ours, _control(cells, form, max_o, arm)),
             "against_listed": paired(ours, always),
             "gap_closed": gap_closed(ours, low, high), "lifted": _mean_shares([f["lifted"] for f in by_seed.values()]),
-            "hit_max_o_rate": None if arm.trigger in FREE_OF_MAX_O else mean("hit_max_o_rate"),
+            "hit_max_o_rate": None if arm.free_of_max_o else mean("hit_max_o_rate"),
             **{key: mean(key) for key in (
                 "promotion_ratio", "gnmr_exceedance", "delta_gnmr_exceedance", "controller_share",
                 "peak_saved_bytes", "peak_recovery_bytes", "trigger_bytes", "gss_max",

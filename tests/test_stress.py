@@ -154,6 +154,12 @@ def test_differences_that_cannot_be_taken():
 
 
 def test_arms_and_formats_in_a_recipes_words():
+    kind = stress.arm_of("listed:*.down_proj")
+    assert kind.label == "listed *.down_proj" and kind.free_of_max_o
+    assert stress.Job(kind, "int:2:8", None, 1).name == "int-2-8_listed-any.down_proj_seed1"
+    twin = stress.arm_of("listed:gnmr:1.5:off")
+    assert twin.of == stress.Arm("gnmr", ("1.5", "off")) and twin.label == "listed gnmr 1.5/off" and not twin.free_of_max_o
+    assert stress.Job(twin, "int:2:8", 4, 1).name == "int-2-8_maxo4_listed-gnmr-1.5-off_seed1"
     arm = stress.Arm("gnmr", ("1.5-1.1", "off"))
     assert arm.label == "gnmr 1.5-1.1/off"
     assert arm.overrides() == ["gnmr.alpha_init=1.5", "gnmr.alpha=1.1", "gnmr.beta=null"]
