@@ -100,7 +100,11 @@ def grid(options: argparse.Namespace) -> list[Job]:
     for seed, form, arm in itertools.product(options.seeds, options.formats, arms):
         for max_o in [None] if arm.free_of_max_o or options.max_o is None else options.max_o:
             jobs.append(Job(arm, form, max_o, seed))
-    return jobs
+    folders: dict[str, Job] = {}
+    for job in jobs:
+        if folders.setdefault(job.name, job) != job:
+            raise ConfigError(f"--arms {job.arm.label}: its runs would have the folders of {folders[job.name].arm.label}'s")
+    return list(dict.fromkeys(jobs))
 
 
 def arm_of(text: str) -> Arm:
@@ -113,19 +117,20 @@ def arm_of(text: str) -> Arm:
     from hf_gnmr.triggers import TRIGGERS
 
     name, *thresholds = text.split(":")
-    if name == "listed" and len(thresholds) == 1 and re.search(r"[.*?\[]", thresholds[0]):
-        return Arm(name, units=thresholds[0])
     if name == "listed":
-        of = arm_of(":".join(thresholds))
-        if of.trigger not in ("gnmr", "gsnr", "jacobian"):
-            raise ConfigError(f"--arms {text}: of an arm that chooses units anew each step: gnmr, gsnr, jacobian")
-        return Arm(name, of=of)
+        if thresholds[:1] and thresholds[0] in ("gnmr", "gsnr", "jacobian"):  # those that choose anew each step
+            return Arm(name, of=arm_of(":".join(thresholds)))
+        if len(thresholds) == 1 and re.search(r"[*?\[]|\w\.\D", thresholds[0]):
+            return Arm(name, units=thresholds[0])
+        raise ConfigError(
+            f"--arms {text}: listed:gnmr:ALPHA:BETA, listed:gsnr, listed:jacobian, or a pattern such as listed:*.down_proj"
+        )
     takes = name in ("gnmr", "random")
     wrong = len(thresholds) != (2 if takes else 0) and (name, len(thresholds)) != ("random", 1)
     if name not in (*TRIGGERS, "exact") or wrong:
         raise ConfigError(
             f"--arms {text}: {', '.join(TRIGGERS)}, exact; gnmr with :ALPHA:BETA, random with that or :RATIO, "
-            "listed with :ARM"
+            "listed with :ARM or :PATTERN"
         )
     try:
         numbers = [float(part) for i, t in enumerate(thresholds) if (i, t) != (1, "off") for part in stages(t)]

@@ -72,7 +72,7 @@ class Job:
     @property
     def name(self) -> str:
         parts = [self.form.replace(":", "-"), *([] if self.max_o is None else [f"maxo{self.max_o}"])]
-        label = self.arm.label.replace("*", "any")
+        label = self.arm.label.replace("*", "any").replace("?", "one")
         return "_".join([*parts, re.sub(r"[^\w.-]", "-", label), f"seed{self.seed}"])
 
 
@@ -122,11 +122,14 @@ def _control(cells: dict[tuple, dict[int, dict]], form: str, max_o: int | None, 
     that came to its own (within 2%)."""
     if arm.trigger == "random":
         return {}
-    matched = cells.get((form, max_o, Arm("random", arm.thresholds))) if arm.thresholds else None
+    thresholds = (arm.of or arm).thresholds
+    matched = cells.get((form, max_o, Arm("random", thresholds))) if thresholds else None
     if matched is None:
         ratio = statistics.mean(f.get("promotion_ratio") or 0.0 for f in cells[form, max_o, arm].values())
         drawn = {
-            a.ratio: found for (f, m, a), found in cells.items() if (f, m) == (form, max_o) and a.ratio is not None
+            a.ratio: found for (f, m, a), found in cells.items()
+            # A given ratio is drawn alike under every maxO that allows it.
+            if f == form and a.ratio is not None and (m == max_o or arm.free_of_max_o)
         }
         near = min(drawn, key=lambda r: abs(r - ratio), default=None)
         matched = drawn[near] if near is not None and abs(near - ratio) <= 0.02 * ratio else {}
@@ -228,7 +231,8 @@ def markdown(table: dict, options: argparse.Namespace, wanted: int) -> str:
         return [f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *cells)]
 
     rows = table["rows"]
-    first = [[r["format"], "recipe" if r["max_o"] is None else str(r["max_o"]), r["arm"]] for r in rows]
+    arms = [f"`{r['arm']}`" if set("*_[") & set(r["arm"]) else r["arm"] for r in rows]
+    first = [[r["format"], "recipe" if r["max_o"] is None else str(r["max_o"]), a] for r, a in zip(rows, arms, strict=True)]
     quality = [
         [
             f"{len(r['seeds'])}{', ' + str(r['diverged']) + ' diverged' if r['diverged'] else ''}",

@@ -26,7 +26,7 @@ from .checks import refuse_unreadable_gradients, refuse_windows_never_full
 from .config import ConfigError, GNMRConfig, SetupError
 from .controller import Controller, Decision
 from .journal import TRACE_FILE
-from .options import Options, make_config, take_over
+from .options import Options, make_config, take_over, trigger_over
 from .session import GNMRSession
 from .units import Unit
 
@@ -85,7 +85,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
     ) -> None:
         self.config = make_config(config, settings, "GNMRCallback")
         self.options = Options(
-            backend=backend, trigger=trigger, trigger_options=dict(trigger_options or {}), recovery=recovery,
+            backend=backend, trigger=trigger, trigger_options=trigger_options or {}, recovery=recovery,
             recovery_source=recovery_source, max_recovery_memory=max_recovery_memory, pin_memory=pin_memory, layers=layers,
             eval_path=eval_path, unit=unit, bits_low=bits_low, bits_recovery=bits_recovery, format=format, emulate=emulate,
         )
@@ -160,11 +160,14 @@ class GNMRCallback(TrainerCallback, ExportableState):
         self._run_id = session.run_id
         self._micro_batches = 0
 
-    def rehearse(self, args: TrainingArguments, model: nn.Module) -> None:
+    def rehearse(self, args: TrainingArguments, model: nn.Module, total_steps: int) -> None:
         """Raise what train begin would raise about this model, and leave it as it is."""
         refuse_unreadable_gradients(args, model)
-        _, backend, _ = take_over(model, self.config, self.options)
-        backend.remove()
+        units, backend, config = take_over(model, self.config, self.options)
+        try:
+            trigger_over(units, backend, config, self.options, total_steps)
+        finally:
+            backend.remove()
 
     def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._micro_batches += 1

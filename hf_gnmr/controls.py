@@ -11,7 +11,8 @@ import numpy as np
 
 from .config import ConfigError
 from .controller import Bools, Controller
-from .trace import Trace, TraceError, read_trace
+from .series import Series, read_series
+from .trace import TraceError, printable
 
 
 class Random(Controller):
@@ -90,8 +91,9 @@ class Listed(Controller):
         if not self.names:
             raise ConfigError("trigger='listed' needs the names of the units (make_trigger's `names`)")
         if trace is not None:
-            units, ratio = _most_lifted(str(trace), self.names)
-        self._order = self._matching(units)
+            self._order, ratio = _most_lifted(str(trace), self.names, self.recoverable), promotion_ratio(str(trace))
+        else:
+            self._order = self._matching(units)
         count = int(self.recoverable.sum())
         ratio = len(self._order) / count if ratio is None else ratio
         self.mean = float(ratio) * count
@@ -114,7 +116,7 @@ class Listed(Controller):
                 what = "matches no unit" if not named else "matches only units without a recovery path"
                 raise ConfigError(
                     f"units={pattern!r} {what}: a name from {self.names[0]} to {self.names[-1]}, or a pattern such as "
-                    f"'*{self.names[-1].rpartition('.')[2]}', is allowed"
+                    f"'*.{self.names[-1].rpartition('.')[2]}', is allowed"
                 )
             found.update(dict.fromkeys(able))
         return list(found)
@@ -139,48 +141,46 @@ def _check_ratio(ratio: Any) -> None:
         raise ConfigError(f"promotion_ratio={ratio!r}: a number from 0 to 1 is allowed")
 
 
-def _most_lifted(path: str, names: Sequence[str]) -> tuple[list[str], float]:
-    """A trace's recoverable units, the most lifted first, and its promotion ratio; a fidelity warm-up apart."""
-    trace = _after_warm_up(path)
-    theirs = [str(unit["name"]) for unit in trace.header["units"]]
-    if theirs != list(names):
-        other = next((pair for pair in zip(theirs, names, strict=False) if pair[0] != pair[1]), None)
-        told = (f"{len(theirs)} units", str(len(names))) if other is None else (f"a unit {other[0]!r}", repr(other[1]))
-        raise ConfigError(f"trace={path!r} has {told[0]}, this run {told[1]}: a trace over the same units is allowed")
-    counts = np.zeros(len(theirs))
-    for line in trace.steps:
-        counts[line["active"]] += 1
-    able = [i for i, unit in enumerate(trace.header["units"]) if unit["recoverable"]]
-    return [theirs[i] for i in sorted(able, key=lambda i: -counts[i])], _ratio_of(trace, path)
-
-
 def promotion_ratio(path: str) -> float:
-    """Of a trace, a fidelity warm-up apart.
+    """Of a trace (or the folder of a run), a fidelity warm-up apart.
 
     Raises:
-        ConfigError: no trace, or none with a step of recoverable units.
+        ConfigError: no trace, a broken one, or none with a step of recoverable units.
     """
-    return _ratio_of(_after_warm_up(path), path)
-
-
-def _after_warm_up(path: str) -> Trace:
-    try:
-        trace = read_trace(path)
-    except TraceError as error:
-        raise ConfigError(f"trace={path!r}: {error}") from error
-    share, total = trace.header["config"].get("fidelity_warmup", 0.0), trace.header.get("total_steps")
-    warm_up = math.ceil(share * total - 1e-9) if share and total else 0
-    trace.steps = [line for line in trace.steps if line["step"] > warm_up]
-    return trace
-
-
-def _ratio_of(trace: Trace, path: str) -> float:
-    from .metrics import summarise
-
-    try:
-        ratio = summarise(trace)["promotion_ratio"]
-    except TraceError as error:
-        raise ConfigError(f"trace={path!r}: {error}") from error
-    if ratio is None:
+    series, rows = _after_warm_up(path)
+    pairs = int(rows.sum()) * int(series.recoverable.sum())
+    if not pairs:
         raise ConfigError(f"trace={path!r} has no step or no recoverable unit: no promotion ratio")
-    return float(ratio)
+    return int(series.active[rows].sum()) / pairs
+
+
+def _most_lifted(path: str, names: Sequence[str], recoverable: Bools) -> list[int]:
+    """Indices of the recoverable units, those first that a trace over the same units lifted in the most steps."""
+    series, rows = _after_warm_up(path)
+    ours, theirs = ([(name, bool(able)) for name, able in zip(*both, strict=True)] for both in (
+        ([printable(name) for name in names], recoverable), (series.names, series.recoverable),
+    ))
+    if ours != theirs:
+        unit = next((pair for pair in zip(theirs, ours, strict=False) if pair[0] != pair[1]), None)
+        if unit is None:
+            told = f"{len(theirs)} units, this run {len(ours)}"
+        elif unit[0][0] != unit[1][0]:
+            told = f"a unit {unit[0][0]!r}, this run {unit[1][0]!r}"
+        else:
+            told = f"a unit {unit[0][0]!r} {'with' if unit[0][1] else 'without'} a recovery path, unlike this run"
+        raise ConfigError(f"trace={path!r} has {told}: a trace over the same units is allowed")
+    counts = series.active[rows].sum(axis=0)
+    return sorted(np.flatnonzero(recoverable).tolist(), key=lambda unit: -counts[unit])
+
+
+def _after_warm_up(path: str) -> tuple[Series, Bools]:
+    """A trace, and which of its lines count: steps of the controller, a fidelity warm-up apart, bool, (S,)."""
+    try:
+        series = read_series(path)
+    except TraceError as error:
+        raise ConfigError(f"trace={path!r}: {error}") from error
+    share, total = series.header["config"].get("fidelity_warmup", 0.0), series.header["total_steps"]
+    if isinstance(share, bool) or not isinstance(share, (int, float)):
+        raise ConfigError(f"trace={path!r}: its header has fidelity_warmup={share!r}, no share")
+    warm_up = math.ceil(share * total - 1e-9) if share and total else 0
+    return series, series.counted & (series.step > warm_up)

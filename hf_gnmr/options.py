@@ -18,8 +18,9 @@ from .backends.lowbit import products_of
 from .backends.switchable import restore_plain
 from .checks import refuse_partitioned_gradients
 from .config import ConfigError, GNMRConfig, parse_bytes
+from .controller import Controller
 from .sections import OF_BACKEND, UNITS
-from .triggers import check_trigger
+from .triggers import check_trigger, make_trigger
 from .units import FINDERS, Unit
 
 NOT_ITS_OWN = ("unit",)
@@ -67,6 +68,11 @@ class Options:
 
     def __post_init__(self) -> None:
         check_backend(self.backend)
+        if not isinstance(self.trigger_options, Mapping):
+            raise ConfigError(f"trigger_options={self.trigger_options!r}: a dict of the trigger's own options is allowed")
+        # Paths as text: options go into checkpoints as JSON.
+        plain = {k: os.fspath(v) if isinstance(v, os.PathLike) else v for k, v in self.trigger_options.items()}
+        object.__setattr__(self, "trigger_options", plain)
         check_trigger(self.trigger, self.trigger_options)
         check_emulate(self.emulate)
         self._refuse_what_says_nothing()
@@ -160,6 +166,20 @@ def take_over(
         backend.remove()
         raise
     return units, backend, config
+
+
+def trigger_over(
+    units: Sequence[Unit], backend: Backend, config: GNMRConfig, options: Options, total_steps: int | None
+) -> Controller:
+    """The trigger over units that `take_over` found.
+
+    Raises:
+        ConfigError: options that do not fit these units.
+    """
+    return make_trigger(
+        options.trigger, len(units), config, total_steps=total_steps, recoverable=backend.recoverable,
+        options=options.trigger_options, names=[unit.name for unit in units],
+    )
 
 
 def within_budget(

@@ -17,17 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import bitsandbytes as bnb
-import numpy as np
 import torch
 
 from .backends.residual import CHUNK
-from .config import ConfigError, GNMRConfig, SetupError, parse_bytes
+from .config import ConfigError, SetupError, parse_bytes
 from .models import BUILTIN, architecture_config, lora_config
 from .options import Options, within_budget
-from .plan_activations import activations_in_words, head_in_words, plan_activations
+from .plan_activations import activations_in_words, head_in_words, most_lifted, plan_activations, seats_in_words
 from .recipe import SCRATCH, find_recipe, load_recipe
 from .sections import Recipe, RecipeError
-from .triggers import make_trigger
 from .units import find_units
 
 EXCEPTIONS = 0.012
@@ -94,8 +92,9 @@ def plan(recipe: Recipe, *, processes: int = 1, rows: int | None = None) -> dict
     sizes = [sum(2 * m.weight.numel() for m in modules) for modules in units]
     recoverable = sorted((size for size in sizes if size), reverse=True)
     max_o = _max_o(recipe, recoverable, cast)
-    lifted = _most_lifted(recipe, [unit.name for unit in unit_list], [size > 0 for size in sizes], max_o)
-    slots = sum(recoverable[:lifted])
+    names, able = [unit.name for unit in unit_list], [size > 0 for size in sizes]
+    lifted = most_lifted(recipe, names, able, max_o)
+    slots = sum(recoverable[: lifted or max_o])  # with trigger none: what the other ways would take
     in_units = sum(size // 2 for size in sizes)
     largest = max((m.weight.numel() for modules in units for m in modules), default=0)
     residual = in_units + 6 * math.ceil(EXCEPTIONS * in_units) + 2 * largest + 4 * min(largest, CHUNK)
@@ -226,20 +225,6 @@ def _max_o(recipe: Recipe, recoverable: list[int], cast: bool) -> int:
     return config.resolve_max_o(len(recoverable))
 
 
-def _most_lifted(recipe: Recipe, names: list[str], recoverable: list[bool], max_o: int) -> int:
-    """Units that can be on the recovery path at a time."""
-    trigger = recipe.trigger
-    if trigger.name in ("all", "static") or recipe.gnmr.fidelity_warmup:  # `static` has all of them there in its warm-up
-        return sum(recoverable)
-    if trigger.name != "listed":
-        return max_o
-    config = GNMRConfig(alpha_init_fraction=0.0)
-    listed = make_trigger(
-        "listed", len(names), config, recoverable=np.array(recoverable), options=trigger.options(), names=names
-    )
-    return listed.most_active()
-
-
 def _way(recipe: Recipe) -> str:
     if recipe.backend.name == "none":
         return "BF16"
@@ -280,7 +265,7 @@ def in_words(figures: dict[str, Any]) -> str:
     lines = [
         *head_in_words(figures),
         f"{figures['units']} units, {figures['recoverable_units']} recoverable, the largest {amount(figures['unit_bytes'])} "
-        f"{unit} of BF16; maxO {figures['max_o']}",
+        f"{unit} of BF16; {seats_in_words(figures)}",
         f"adapters {amount(figures['adapter_bytes'])} {unit}, gradients {amount(figures['gradient_bytes'])} {unit}, "
         f"optimizer state ({figures['optimizer']}) {amount(figures['optimizer_bytes'])} {unit}",
         "",
@@ -295,8 +280,8 @@ def in_words(figures: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        "recovery: what maxO lifted units add at most (host), or what is resident whatever is active (device; about "
-        f"{100 * EXCEPTIONS:.1f}% exceptions, known only from the weights)",
+        f"recovery: what {figures['most_lifted'] or figures['max_o']} lifted units add at most (host), or what is resident "
+        f"whatever is active (device; about {100 * EXCEPTIONS:.1f}% exceptions, known only from the weights)",
         "moved a step: from host to device at worst, when all lifted units change; host: anonymous memory",
     ]
     if figures["checkpoint_cast_to_bf16"]:

@@ -13,9 +13,11 @@ import torch
 
 from .backends import ActivationBackend, LowBitBackend
 from .backends.fp8 import refuse_shapes
+from .config import GNMRConfig
 from .models import lora_config
 from .options import Options, within_budget
 from .sections import Recipe
+from .triggers import make_trigger
 from .units import FINDERS
 
 
@@ -55,6 +57,8 @@ def plan_activations(recipe: Recipe, config: Any, where: str, per_parameter: flo
             refuse_shapes(units)
         if backend_section.name in ("fp8", "lowbit"):  # what the run would refuse; both take the same modules
             LowBitBackend(model, units).remove()
+        switched = backend_section.name != "none"
+        lifted = most_lifted(recipe, [unit.name for unit in units], [switched] * len(units), max_o)
         numbers = sum(p.numel() for p in trainable)
         size = sum(p.numel() * p.element_size() for p in trainable)
         if activation:
@@ -79,12 +83,33 @@ def plan_activations(recipe: Recipe, config: Any, where: str, per_parameter: flo
     training = recipe.training
     return {
         "architecture": where, "parameters": parameters, "trainable_parameters": numbers, "units": len(units),
-        "max_o": max_o, "unit_names": [units[0].name, units[-1].name],
+        "max_o": max_o, "most_lifted": lifted, "unit_names": [units[0].name, units[-1].name],
         "weight_bytes": weights + (size if recipe.lora is not None else 0), "gradient_bytes": size, "optimizer_bytes": state,
         "saved_bytes": saved,
         "micro_batch_tokens": training.get("per_device_train_batch_size", 8) * recipe.data.max_length,
         "device_bytes": weights + (size if recipe.lora is not None else 0) + size + (state or 0) + saved.get("low", 0),
     }
+
+
+def most_lifted(recipe: Recipe, names: list[str], recoverable: list[bool], max_o: int) -> int:
+    """Units that the trigger can have on the recovery path at a time.
+
+    Raises:
+        ConfigError: a list that names no unit.
+    """
+    trigger, count = recipe.trigger, sum(recoverable)
+    if trigger.name == "none":
+        return 0
+    at_most = max_o
+    if trigger.name in ("all", "static"):  # `static` has all of them there in its warm-up
+        at_most = count
+    if trigger.name == "listed":
+        listed = make_trigger(
+            "listed", len(names), GNMRConfig(alpha_init_fraction=0.0), recoverable=np.array(recoverable),
+            options=trigger.options(), names=names,
+        )
+        at_most = listed.most_active()
+    return count if recipe.gnmr.fidelity_warmup else at_most
 
 
 def _forward(model: Any, recipe: Recipe) -> None:
@@ -94,6 +119,12 @@ def _forward(model: Any, recipe: Recipe) -> None:
     mask = torch.zeros((rows, 1, length, length), device="meta")
     ids = torch.zeros((rows, length), dtype=torch.long, device="meta")
     model(input_ids=ids, attention_mask=mask, position_ids=ids, use_cache=False)
+
+
+def seats_in_words(figures: dict[str, Any]) -> str:
+    """maxO, and how many units can be lifted where the trigger does not keep to it."""
+    free = "" if figures["most_lifted"] == figures["max_o"] else f", {figures['most_lifted']} lifted at a time at most"
+    return f"maxO {figures['max_o']}{free}"
 
 
 def head_in_words(figures: dict[str, Any]) -> list[str]:
@@ -114,7 +145,7 @@ def activations_in_words(figures: dict[str, Any]) -> str:
 
     lines = [
         *head_in_words(figures),
-        f"{figures['units']} units ({' to '.join(dict.fromkeys(figures['unit_names']))}); maxO {figures['max_o']}",
+        f"{figures['units']} units ({' to '.join(dict.fromkeys(figures['unit_names']))}); {seats_in_words(figures)}",
         f"weights {amount(figures['weight_bytes'])}, gradients {amount(figures['gradient_bytes'])}, optimizer state "
         f"{amount(figures['optimizer_bytes'])}",
     ]

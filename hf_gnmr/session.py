@@ -38,9 +38,8 @@ from .controller import Controller, Decision
 from .gradients import GradientNorms, Reading
 from .journal import TRACE_FILE, Journal, OddWindows, say, say_not_finite, write_summary
 from .metrics import step_scalars
-from .options import UNITS, Options, make_config, take_over
+from .options import UNITS, Options, make_config, take_over, trigger_over
 from .signals import SIGNALS
-from .triggers import make_trigger
 
 
 class GNMRSession:
@@ -114,10 +113,7 @@ class GNMRSession:
             refuse_unreduced_gradients(model)
         self.units, self.backend, self.config = take_over(model, self.config, options)
         try:
-            self.controller: Controller = make_trigger(
-                options.trigger, len(self.units), self.config, total_steps=total_steps, recoverable=self.backend.recoverable,
-                options=options.trigger_options, names=[unit.name for unit in self.units],
-            )
+            self.controller: Controller = trigger_over(self.units, self.backend, self.config, options, total_steps)
             self.signal = SIGNALS[self.controller.signal](self.units) if self.controller.signal else None
             self._gradients = GradientNorms(model, self.units, scaler, self.signal, gradient_accumulation_steps)
             self.backend.reserve(self.controller.most_active())

@@ -9,6 +9,7 @@ the adapter.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from pathlib import Path
@@ -187,7 +188,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
         raise RecipeError(f"training: {error}") from error
     if process.is_main_process:
         if folder.moves:
-            callback.rehearse(arguments, model)  # nothing is moved aside for a start that is refused
+            callback.rehearse(arguments, model, _total_steps(trainer))  # nothing is moved aside for a start that is refused
         folder.claim()
     process.wait_for_everyone()
     results: dict[str, Any] = {}
@@ -214,6 +215,15 @@ def train(recipe: Recipe) -> dict[str, Any]:
         say(f"results: {', '.join(f'{key} {value}' for key, value in results.items())}")
         say(f"files are in {arguments.output_dir}")
     return results
+
+
+def _total_steps(trainer: GNMRTrainer) -> int:
+    """Optimizer steps as the Trainer will count them."""
+    arguments = trainer.args
+    if arguments.max_steps > 0:
+        return arguments.max_steps
+    batches, accumulation = len(trainer.get_train_dataloader()), arguments.gradient_accumulation_steps
+    return math.ceil(arguments.num_train_epochs * max(1, math.ceil(batches / accumulation)))
 
 
 def _other_accelerator() -> bool:

@@ -119,7 +119,10 @@ def test_a_grid_of_products_in_two_stages(tmp_path):
     [
         (["--arms", "gnmr"], "--arms gnmr:"), (["--arms", "mean"], "--arms mean"),
         (["--arms", "listed:gsnr"], "listed:gsnr needs gsnr"), (["--arms", "listed:none"], "--arms listed:none"),
-        (["--arms", "listed"], "--arms"), (["--arms", "random:1.5:1.3"], "needs gnmr:1.5:1.3"),
+        (["--arms", "listed"], "--arms listed: "), (["--arms", "listed:0.1"], "--arms listed:0.1: "),
+        (["--arms", "listed:gnmr"], "--arms gnmr:"), (["--arms", "listed:down_proj"], "such as listed:*.down_proj"),
+        (["--arms", "listed:*.[qk]_proj", "listed:*.{qk}_proj"], "would have the folders of listed *.[qk]_proj"),
+        (["--arms", "random:1.5:1.3"], "needs gnmr:1.5:1.3"),
         (["--formats", "int:1:8"], "bits_low=1"),
         (["--formats", "int"], "--formats int"), (["--formats", "lowbit:5:8"], "bits_low=5"),
         (["--formats", "fp8:8:8"], "--formats fp8:8:8"), (["--workers", "0"], "--workers 0"),
@@ -151,6 +154,29 @@ def test_differences_that_cannot_be_taken():
     closed = stress.gap_closed(*(dict.fromkeys(range(4), loss) for loss in (1.5, 2.0, 1.0)))
     expected = (math.exp(2) - math.exp(1.5)) / (math.exp(2) - math.exp(1))
     assert closed["value"] == pytest.approx(expected) == closed["low"] == closed["high"]
+
+
+def test_what_an_arm_is_held_against():
+    def run(loss, ratio):
+        return {"eval_loss": loss, "promotion_ratio": ratio, "lifted": {}}
+
+    words = {
+        "none": (None, 2.0, 0.0), "gnmr:1.5:1.3": (4, 1.9, 0.1), "random:1.5:1.3": (4, 1.8, 0.1),
+        "listed:gnmr:1.5:1.3": (4, 1.7, 0.1), "gsnr": (4, 1.6, 0.142), "random:0.1428": (4, 1.5, 0.143),
+        "listed:*.down_proj": (None, 1.4, 0.1428), "static": (None, 1.3, 0.3),
+    }
+    runs = {
+        stress.Job(stress.arm_of(text), "int:2:8", max_o, 1): run(loss, ratio)
+        for text, (max_o, loss, ratio) in words.items()
+    }
+    rows = {row["arm"]: row for row in stress.rows_of(runs)}
+    against = {arm: row["against_random"] and round(row["against_random"]["mean"], 6) for arm, row in rows.items()}
+    assert against == {
+        "none": None, "gnmr 1.5/1.3": 0.1, "random 1.5/1.3": None, "listed gnmr 1.5/1.3": -0.1, "gsnr": 0.1,
+        "random 0.1428": None, "listed *.down_proj": -0.1, "static": None,
+    }
+    assert {arm for arm, row in rows.items() if row["against_listed"]} == {"gnmr 1.5/1.3"}
+    assert rows["gnmr 1.5/1.3"]["against_listed"]["mean"] == pytest.approx(0.2)
 
 
 def test_arms_and_formats_in_a_recipes_words():

@@ -224,8 +224,9 @@ def test_overwriting_moves_only_when_the_start_is_good_and_nothing_that_is_neede
     assert "current folder" in refused(capsys, recipe_file, "run.overwrite=true", "training.output_dir=.")
     monkeypatch.chdir(tmp_path)
     for override in ("backend.recovery_source=/nowhere", "training.lr_scheduler_type=cosine_with_min_lr",
-                     "training.dataloader_num_workers=-3", "model.layers=nothing.*"):
-        assert main([recipe_file, "run.overwrite=true", override]) == 2, override
+                     "training.dataloader_num_workers=-3", "model.layers=nothing.*",
+                     "trigger.name=listed trigger.units=[nothing]", "trigger.name=static trigger.warmup=99"):
+        assert main([recipe_file, "run.overwrite=true", *override.split()]) == 2, override
         assert files_of(run) == before and not (tmp_path / "run.1").exists(), override
     (tmp_path / "link").symlink_to(run)
     assert main([recipe_file, "run.overwrite=true", f"training.output_dir={tmp_path / 'link'}"]) == 0

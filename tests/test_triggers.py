@@ -15,6 +15,7 @@ from synthetic import stationary, write_trace
 
 from hf_gnmr import GNMRCallback, GNMRConfig, GNMRSession
 from hf_gnmr.config import ConfigError
+from hf_gnmr.metrics import summarise
 from hf_gnmr.options import Options
 from hf_gnmr.replay import differences
 from hf_gnmr.series import read_series
@@ -358,11 +359,59 @@ def test_listed_takes_the_most_lifted_units_of_a_trace(tmp_path):
     assert all(sorted(order[: len(step)]) == step for step in found)
     again = make_trigger("listed", 6, GNMRConfig(max_o=2, alpha_init_fraction=0.0), options=trigger.given, names=names)
     assert lifted_by(again, 1000) == found, "what a trace came to is an option of its own"
+    config = GNMRConfig(max_o=2, alpha_init_fraction=0.0)
+    other = make_trigger("listed", 6, config, options={"trace": str(tmp_path)}, names=names)
+    assert other.given == trigger.given, "the folder of a run will do"
+    with pytest.raises(ConfigError, match="a unit 'model.layers.2' with a recovery path, unlike this run"):
+        make_trigger("listed", 6, GNMRConfig(), options={"trace": str(tmp_path)}, names=names, total_steps=10,
+                     recoverable=[True, True, False, True, True, True])
     renamed = [*names[:5], "lm"]
     for others, message in ((names[:5], "has 6 units, this run 5"), (renamed, "unit 'model.layers.5', this run 'lm'")):
         with pytest.raises(ConfigError, match=message):
             make_trigger("listed", len(others), GNMRConfig(), options={"trace": str(tmp_path / "trace.jsonl")}, names=others,
                          total_steps=10)
+
+
+def test_listed_counts_the_steps_that_the_report_counts(tmp_path):
+    norms = np.ones((40, 3))
+    norms[2, 0] = 9  # lifted through a row of skipped steps, but in one step that counts
+    norms[24:34:2, 2] = 9
+    write_trace(tmp_path / "trace.jsonl", norms, max_o=1, alpha=1.2, beta=None, t_lock=0, alpha_init_fraction=0.0,
+                skipped=range(4, 24))
+    trigger = make_trigger("listed", 3, GNMRConfig(max_o=1, alpha_init_fraction=0.0), options={"trace": str(tmp_path)},
+                           names=[f"model.layers.{i}" for i in range(3)])
+    assert trigger.given["units"] == ["model.layers.2", "model.layers.0", "model.layers.1"]
+    assert trigger.given["promotion_ratio"] == summarise(read_trace(tmp_path / "trace.jsonl"))["promotion_ratio"]
+
+
+@pytest.mark.parametrize("name", ["listed", "random"])
+@pytest.mark.parametrize(
+    ("where", "key", "value"),
+    [
+        ("line", "active", [77]), ("line", "active", None), ("header", "units", "x"), ("header", "config", None),
+        ("header", "config", {"fidelity_warmup": "half"}), ("unit", "recoverable", None), ("file", "", "no trace\n"),
+    ],
+)
+def test_a_trace_that_says_nothing_is_refused_by_its_name(tmp_path, name, where, key, value):
+    path = tmp_path / "trace.jsonl"
+    write_trace(path, stationary(20, 4), max_o=2, alpha=1.1, alpha_init_fraction=0.0)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    target = {"line": lines[7], "header": lines[0], "unit": lines[0]["units"][1], "file": {}}[where]
+    target[key] = value
+    path.write_text(value if where == "file" else "".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ConfigError, match="trace="):
+        make_trigger(name, 4, GNMRConfig(max_o=2, alpha_init_fraction=0.0), options={"trace": str(path)},
+                     names=[f"model.layers.{i}" for i in range(4)])
+
+
+def test_a_path_among_the_options_goes_into_checkpoints_as_text(trainer_for, tmp_path):
+    write_trace(tmp_path / "other.jsonl", stationary(20, 3), max_o=2, alpha=1.1, alpha_init_fraction=0.0)
+    callback = GNMRCallback(backend="activation", unit="layer", trigger="listed", max_o=1,
+                            trigger_options={"trace": tmp_path / "other.jsonl"})
+    trainer_for(random_llama(), callback, save_strategy="steps", save_steps=3).train()
+    assert (tmp_path / "run" / "checkpoint-3" / "trainer_state.json").is_file()
+    with pytest.raises(ConfigError, match=r"trigger_options=\['units'\]: a dict"):
+        GNMRCallback(backend="activation", trigger="listed", trigger_options=["units"])
 
 
 def test_listed_makes_a_trace_that_is_replayed_exactly(trainer_for, tmp_path):
