@@ -167,6 +167,8 @@ def overrides_of(job: Job, options: argparse.Namespace) -> list[str]:
         changes.append("trigger.warmup=0.05")  # 500 of the paper's 10,000 and more steps
     if arm.trigger != "static":
         changes = [c for c in changes if not c.startswith(("trigger.warmup", "trigger.share"))]
+    if arm.trigger != "random":
+        changes = [c for c in changes if not c.startswith("trigger.hold")]
     return changes
 
 

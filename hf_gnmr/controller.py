@@ -307,9 +307,12 @@ class Controller:
             ("config", self.config.to_dict()),
             ("options", dict(self.given)),
         ):
-            if state.get(name, {} if name == "options" else None) != ours:
+            theirs = state.get(name)
+            if name == "options":  # those that a state lacks are newer than it
+                theirs = {**self.options, **(theirs or {})}
+            if theirs != ours:
                 raise ConfigError(
-                    f"controller state was written with {name}={state.get(name)!r}, this run has {ours!r}: "
+                    f"controller state was written with {name}={theirs!r}, this run has {ours!r}: "
                     "resume with the model and settings of the checkpoint, or start anew"
                 )
         self.steps_done = int(state["steps_done"])

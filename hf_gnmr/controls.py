@@ -16,16 +16,18 @@ from .trace import TraceError, printable
 
 
 class Random(Controller):
-    """Units drawn uniformly, anew each step, from a generator of seed and step alone.
+    """Units drawn uniformly, from a generator of seed and step alone.
 
     Options:
         promotion_ratio: mean share of recoverable units that is lifted.
         trace: a trace whose promotion ratio is taken instead.
         seed: of the draws; default 0.
+        hold: steps that a draw stays in force; default 1, anew each step. For a control that changes as seldom as a trigger
+            with a long T_lock.
     """
 
     trigger = "random"
-    options = {"promotion_ratio": None, "trace": None, "seed": 0}
+    options = {"promotion_ratio": None, "trace": None, "seed": 0, "hold": 1}
 
     @classmethod
     def check(cls, given: Mapping[str, Any]) -> None:
@@ -35,9 +37,12 @@ class Random(Controller):
         _check_ratio(given["promotion_ratio"])
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise ConfigError(f"seed={seed!r}: a whole number of 0 or more is allowed")
+        hold = given["hold"]
+        if isinstance(hold, bool) or not isinstance(hold, int) or hold < 1:
+            raise ConfigError(f"hold={hold!r}: a whole number of steps, 1 or more, is allowed")
 
     def _prepare(self) -> None:
-        ratio, seed = self.given["promotion_ratio"], self.given["seed"]
+        ratio = self.given["promotion_ratio"]
         if ratio is None:
             ratio = promotion_ratio(str(self.given["trace"]))
         self.mean = float(ratio) * int(self.recoverable.sum())
@@ -47,12 +52,12 @@ class Random(Controller):
                 "lower the other"
             )
         # What the ratio came to is what a resumed run is held to, whatever became of the trace.
-        self.given = {"promotion_ratio": float(ratio), "trace": None, "seed": seed}
+        self.given = {**self.given, "promotion_ratio": float(ratio), "trace": None}
 
     def _paths(self, seated: Bools) -> Bools:
         if self.steps_done + 1 <= self.fidelity_warmup_steps:
             return self.recoverable.copy()
-        generator = np.random.default_rng([self.given["seed"], self.steps_done])
+        generator = np.random.default_rng([self.given["seed"], self.steps_done // self.given["hold"]])
         whole = math.floor(self.mean + 1e-9)
         number = whole + int(generator.random() < self.mean - whole)
         drawn = np.zeros(self.num_units, dtype=bool)

@@ -144,6 +144,8 @@ class TriggerSection:
     """``listed``: names or patterns of the units that are lifted for good."""
     seed: int | None = None
     """``random``: of the draws; None: 0."""
+    hold: int | None = None
+    """``random``: steps that a draw stays in force; None: 1."""
     warmup: int | float | None = None
     """``static``: steps of the warm-up in 16 bits, or a share of all; None: 500."""
     share: float | None = None

@@ -296,6 +296,27 @@ def test_random_is_drawn_from_seed_and_step_alone():
         other.load_state_dict(state)
 
 
+def test_a_draw_that_is_held_stays_for_so_many_steps_and_an_older_state_has_it_at_one():
+    config = GNMRConfig(max_o=4, alpha_init_fraction=0.0)
+
+    def make(**more):
+        return make_trigger("random", 20, config, options={"promotion_ratio": 0.15, **more})
+
+    found = lifted_by(make(hold=7), 70)
+    blocks = [found[i : i + 7] for i in range(0, 70, 7)]
+    assert all(block == [block[0]] * 7 for block in blocks) and len({tuple(block[0]) for block in blocks}) > 5
+    assert [block[0] for block in blocks] == lifted_by(make(), 10), "the same draws, each longer"
+    first, rest = make(hold=7), make(hold=7)
+    start = lifted_by(first, 10)
+    rest.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert start + lifted_by(rest, 60) == found
+    older = make().state_dict()
+    del older["options"]["hold"]
+    make().load_state_dict(older)
+    with pytest.raises(ConfigError, match="options"):
+        make(hold=7).load_state_dict(older)
+
+
 def test_random_takes_its_ratio_from_a_trace(trainer_for, tmp_path):
     trainer_for(random_llama(), GNMRCallback(backend="activation", max_o=4, alpha=0.9, alpha_init_fraction=0.0)).train()
     ratio = json.loads((tmp_path / "run" / "summary.json").read_text())["promotion_ratio"]
@@ -444,7 +465,10 @@ def test_a_list_that_fits_no_unit_is_refused_by_name(trainer_for):
         ("listed", {"units": ["unit.1"], "promotion_ratio": 0.5}, "4 units in the mean, and the list has 1"),
         ("random", {}, "promotion_ratio or trace"), ("random", {"promotion_ratio": 2.0}, "promotion_ratio=2.0"),
         ("random", {"promotion_ratio": 0.9}, "max_o allows 2"), ("random", {"trace": "/gone"}, "trace='/gone'"),
-        ("random", {"promotion_ratio": 0.1, "seed": -1}, "seed=-1"), ("static", {"warmup": 0}, "warmup=0"),
+        ("random", {"promotion_ratio": 0.1, "seed": -1}, "seed=-1"),
+        ("random", {"promotion_ratio": 0.1, "hold": 0}, "hold=0"),
+        ("random", {"promotion_ratio": 0.1, "hold": 2.0}, "hold=2.0"),
+        ("static", {"warmup": 0}, "warmup=0"),
         ("static", {"warmup": 1.5}, "warmup=1.5"), ("static", {"warmup": 50}, "nothing would be left"),
         ("static", {"share": 0, "warmup": 5}, "share=0"), ("gnmr", {"share": 0.5}, "it belongs to static"),
         ("gsnr", {"window": 5}, "gsnr has none"), ("mean", {}, "trigger='mean'"),
