@@ -242,7 +242,7 @@ def test_data_parallel_over_a_16_bit_model_is_refused(tiny, monkeypatch):
     arguments = TrainingArguments("/nowhere", use_cpu=True, report_to=[])
     monkeypatch.setattr(type(arguments), "n_gpu", property(lambda self: 2))
     with pytest.raises(SetupError, match="one process per GPU"):
-        GNMRCallback(backend="none").rehearse(arguments, with_lora(load_bf16(tiny)))
+        GNMRCallback(backend="none").rehearse(arguments, with_lora(load_bf16(tiny)), 6)
 
 
 # -- TRL -------------------------------------------------------------------------------------------------------------------
