@@ -96,7 +96,7 @@ class Listed(Controller):
         if not self.names:
             raise ConfigError("trigger='listed' needs the names of the units (make_trigger's `names`)")
         if trace is not None:
-            self._order, ratio = _most_lifted(str(trace), self.names, self.recoverable), promotion_ratio(str(trace))
+            self._order, ratio = _most_lifted(str(trace), self.names, self.recoverable)
         else:
             self._order = self._matching(units)
         count = int(self.recoverable.sum())
@@ -152,15 +152,19 @@ def promotion_ratio(path: str) -> float:
     Raises:
         ConfigError: no trace, a broken one, or none with a step of recoverable units.
     """
-    series, rows = _after_warm_up(path)
+    return _ratio_of(path, *_after_warm_up(path))
+
+
+def _ratio_of(path: str, series: Series, rows: Bools) -> float:
     pairs = int(rows.sum()) * int(series.recoverable.sum())
     if not pairs:
         raise ConfigError(f"trace={path!r} has no step or no recoverable unit: no promotion ratio")
     return int(series.active[rows].sum()) / pairs
 
 
-def _most_lifted(path: str, names: Sequence[str], recoverable: Bools) -> list[int]:
-    """Indices of the recoverable units, those first that a trace over the same units lifted in the most steps."""
+def _most_lifted(path: str, names: Sequence[str], recoverable: Bools) -> tuple[list[int], float]:
+    """Indices of the recoverable units, those first that a trace over the same units lifted in the most steps, and its
+    promotion ratio."""
     series, rows = _after_warm_up(path)
     ours, theirs = ([(name, bool(able)) for name, able in zip(*both, strict=True)] for both in (
         ([printable(name) for name in names], recoverable), (series.names, series.recoverable),
@@ -175,7 +179,8 @@ def _most_lifted(path: str, names: Sequence[str], recoverable: Bools) -> list[in
             told = f"a unit {unit[0][0]!r} {'with' if unit[0][1] else 'without'} a recovery path, unlike this run"
         raise ConfigError(f"trace={path!r} has {told}: a trace over the same units is allowed")
     counts = series.active[rows].sum(axis=0)
-    return sorted(np.flatnonzero(recoverable).tolist(), key=lambda unit: -counts[unit])
+    order = sorted(np.flatnonzero(recoverable).tolist(), key=lambda unit: -counts[unit])
+    return order, _ratio_of(path, series, rows)
 
 
 def _after_warm_up(path: str) -> tuple[Series, Bools]:
