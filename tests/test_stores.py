@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_gnmr import ConfigError, GNMRCallback, GNMRConfig, GNMRSession, SetupError, quantize_int8
+from hf_gnmr.backends import stores
 from hf_gnmr.backends.base import Backend
 from hf_gnmr.backends.int8 import Int8Backend
 from hf_gnmr.backends.pages import file_backed, give_back
@@ -448,10 +449,32 @@ def test_pages_of_layers_that_left_are_given_back(tmp_path):
         seen.append(resident())
         for path in backend.paths:
             path.in_eval = path.in_train
-    # Reading brings a few neighbouring pages as well; the layer's own are what counts.
-    assert max(seen) < 1.3 * bound and min(seen) > 0.7 * bound, [size / bound for size in seen]
+    # Reading brings a few neighbouring pages as well; the layer's own are what counts. No lower bound for each: the system
+    # may take pages back at any time (that the store does not is tested below).
+    assert 0.7 * bound < max(seen) < 1.3 * bound, [size / bound for size in seen]
     backend.remove()
     assert resident() < 0.3 * bound
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_pages_of_a_layer_that_came_back_stay(tiny, monkeypatch, returns):
+    """Pages are dropped beside the training, so that a layer may have returned before its turn comes."""
+    given_back = []
+    monkeypatch.setattr(stores, "give_back", lambda tensors: given_back.extend(t.data_ptr() for t in tensors))
+    store = backend_for(with_lora(load_int8(tiny))).store
+    assert isinstance(store, InPlace)
+    pages = [{t.data_ptr() for t in tensors} for tensors in store._mapped]
+    assert all(pages)
+    store.reserve(1)
+    busy = threading.Event()
+    store._worker.start(busy.wait)
+    given_back.clear()
+    for unit in (0, 1, 0, 2) if not returns else (0, 1, 0):
+        store.apply(active(unit))
+    assert not given_back
+    busy.set()
+    store._worker.close()
+    assert set(given_back) == (pages[1] if returns else pages[0] | pages[1])
 
 
 def test_only_mapped_memory_is_ever_given_back(tiny):

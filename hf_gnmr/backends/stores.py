@@ -13,6 +13,7 @@ every decision, and nothing else.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -43,6 +44,7 @@ class InPlace(Store):
         self.copies = sum(not o.mapped for o in originals.values())
         self._unit = {module: unit for unit, members in enumerate(self.modules) for module in members}
         self._worker = Worker()
+        self._lock = threading.Lock()  # what is held changes, or pages of what is not held go
         self._active: set[int] = set()
         self.reserve(len(self.modules))
         for tensors in mapped:
@@ -78,9 +80,19 @@ class InPlace(Store):
             self._watch.check()  # before anything is taken for done
         self._cache.place(sorted(units))
         held = {unit for unit in self._cache.holds if unit is not None}
-        gone, self._held = self._held - held, held
+        with self._lock:
+            gone, self._held = self._held - held, held
         if gone:
-            self._worker.start(lambda: give_back(tensor for unit in gone for tensor in self._mapped[unit]))
+            self._worker.start(lambda: self._give_back(gone))
+
+    def _give_back(self, units: set[int]) -> None:
+        """Drop the pages of units that left, but of none that has come back before its turn here: it is being read."""
+        for unit in sorted(units):
+            for tensor in self._mapped[unit]:
+                with self._lock:  # for one tensor, so that a decision does not wait for a whole layer
+                    if unit in self._held:
+                        break
+                    give_back([tensor])
 
     def close(self) -> None:
         self._worker.close()
