@@ -221,12 +221,14 @@ def test_a_large_unit_finds_room_when_small_ones_sit_in_large_slots():
 
 
 class SlowCopy:
-    """A copy that takes its time and tells when it ran."""
+    """A copy that waits for its gate, takes its time, and tells where it ran."""
 
     def __init__(self, seconds):
-        self.seconds, self.threads, self.count = seconds, set(), 0
+        self.seconds, self.threads, self.count, self.gate = seconds, set(), 0, threading.Event()
 
     def __call__(self, destination, source):
+        if not self.gate.wait(timeout=30):
+            raise TimeoutError("somebody waits for this copy who should not")
         time.sleep(self.seconds)
         self.threads.add(threading.current_thread().name)
         self.count += 1
@@ -242,20 +244,18 @@ def slow_slots(tiny, seconds):
 
 
 def test_copies_run_beside_and_only_the_layer_that_needs_them_waits(slotted, tiny):
-    model, backend, copy = slow_slots(tiny, 0.1)
+    model, backend, copy = slow_slots(tiny, 0.02)
     backend.reserve(1)
     expected = logits(load_bf16(tiny).eval())
-    started = {}
-    layers = model.get_base_model().model.layers
-    for i, layer in enumerate(layers):
-        layer.register_forward_pre_hook(lambda m, a, i=i: started.update({i: time.perf_counter()}))
-    start = time.perf_counter()
+    # The gate opens when layers 0 and 1 are through: had the decision or they waited for a copy, it would fail.
+    handle = model.get_base_model().model.layers[2].register_forward_pre_hook(lambda m, a: copy.gate.set())
     backend.apply(active(2))
-    assert time.perf_counter() - start < 0.35, "the decision does not wait for seven copies of 100 ms"
-    logits(model)
-    assert started[2] - start < 0.6, "nor do layers 0 and 1"
-    assert time.perf_counter() - start > 7 * 0.1, "the layer itself does"
-    assert copy.count == 7 and all(name.startswith("hf_gnmr") for name in copy.threads)
+    assert copy.count == 0, "the decision does not wait"
+    lifted = logits(model)
+    assert copy.count == 7, "the layer itself does"
+    handle.remove()
+    assert torch.equal(lifted, logits(model)) and copy.count == 7
+    assert all(name.startswith("hf_gnmr") for name in copy.threads)
     backend.apply(active())
     backend.apply(active(2))
     logits(model)
@@ -304,6 +304,7 @@ def test_evaluation_on_the_recovery_path_streams_through_one_slot(slotted, tiny)
 
 def test_a_failed_copy_is_never_passed_over(slotted, tiny):
     model, backend, copy = slow_slots(tiny, 0)
+    copy.gate.set()
 
     def broken(destination, source):
         raise OSError("the disk is gone")
