@@ -70,11 +70,11 @@ def ratio(hidden: int, dtype: torch.dtype, shared: int, form: object, options: a
     for _ in range(options.rounds):
         seconds = []
         for quantised in (False, True):
-            saved = Saved(form)
-            for i, layer in enumerate(layers):
+            saved = Saved(form, 1)
+            for layer in layers:
                 make_plain(layer)
                 if quantised:
-                    lend(layer, QuantisedInput, saved=saved, form=form, first=i == 0)
+                    lend(layer, QuantisedInput, saved=saved, form=form, unit=0, adapter=False)
             seconds.append(min(once() for _ in range(3)))
         found.append(seconds[1] / seconds[0])
     return tuple(float(q) for q in np.quantile(found, [0.25, 0.5, 0.75]))

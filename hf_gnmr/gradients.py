@@ -207,8 +207,12 @@ class GradientNorms:
             self._began = time.perf_counter()
         if self._armed:  # a backward that was broken off: its losses are no part of the step, and the next one is read
             del self._losses[self._mark :], self._weights[self._mark :]
+            if self._signal is not None:
+                self._signal.cut()
             self._armed = False
         self._mark = len(self._losses)
+        if self._signal is not None:
+            self._signal.mark()
         loss = getattr(output, "loss", None)
         for tensor in _tensors(output):
             if tensor.requires_grad:

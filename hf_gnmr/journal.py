@@ -152,6 +152,28 @@ def say_not_finite(step: int, units: Sequence[Unit], reading: Reading, withheld:
         say(f"step {step}: gradient not finite {where}{update}")
 
 
+def say_out_of_reach(units: Sequence[Unit], idle: Bools, reading: Reading, trigger: str) -> None:
+    """Say, after the first step, which trained units nothing can be done for."""
+
+    def names(mask: Bools) -> str:
+        found = [units[i].name for i in np.flatnonzero(mask).tolist()]
+        return f"{len(found)} of {len(units)} units ({', '.join(found[:4])}{', …' if len(found) > 4 else ''})"
+
+    unused = idle & reading.seen
+    if unused.any():
+        say(
+            f"LIFTING CHANGES NOTHING for {names(unused)}: they are trained, but what is switched in them did not run in "
+            "the first step (their weights are read past the modules' forward). They may still take seats"
+        )
+    if reading.signal is not None:
+        unranked = np.isnan(reading.signal) & reading.seen & np.isfinite(reading.norms)
+        if unranked.any():
+            say(
+                f"NO SIGNAL of trigger {trigger!r} from {names(unranked)}: it will not lift them. (jacobian needs a "
+                "gradient of the unit's input; what reads frozen embeddings has none)"
+            )
+
+
 def say(text: str) -> None:
     """A line of ours among the Trainer's output."""
     print(f"GNMR: {text}", flush=True)

@@ -36,7 +36,7 @@ from .checks import is_distributed, one_process_of_several, refuse_unreduced_gra
 from .config import ConfigError, GNMRConfig, SetupError
 from .controller import Controller, Decision
 from .gradients import GradientNorms, Reading
-from .journal import TRACE_FILE, Journal, OddWindows, say, say_not_finite, write_summary
+from .journal import TRACE_FILE, Journal, OddWindows, say, say_not_finite, say_out_of_reach, write_summary
 from .metrics import step_scalars
 from .options import UNITS, Options, make_config, take_over, trigger_over
 from .signals import SIGNALS
@@ -107,7 +107,7 @@ class GNMRSession:
         self._reading: Reading | None = None
         self._micro_batches = 0
         self._withheld = False
-        self._closed = False
+        self._closed = self._looked = False
         self._windows = OddWindows(gradient_accumulation_steps)
         if not reduced:
             refuse_unreduced_gradients(model)
@@ -219,6 +219,9 @@ class GNMRSession:
             if not self._scaled:
                 say_not_finite(self.steps_done, self.units, reading, self._withheld)
             self._windows.saw(self._micro_batches)
+            if decision is not None and not self._looked:
+                self._looked = True
+                say_out_of_reach(self.units, self.backend.idle(), reading, self.options.trigger)
         self._shown = {} if decision is None else step_scalars(decision, active, int(self.backend.recoverable.sum()))
         if self._journal is not None:
             self._journal.step(

@@ -69,6 +69,14 @@ class Signal(ABC):
         """Forget what the backward passes since the last `values` gave."""
         return None
 
+    def mark(self) -> None:
+        """A forward begins: what its backward will give can be cut."""
+        return None
+
+    def cut(self) -> None:
+        """Forget what was measured since `mark`: that backward broke off."""
+        return None
+
     def tensors(self) -> dict[str, Tensor]:
         """What a resumed run needs."""
         return {}
@@ -206,6 +214,7 @@ class Jacobian(Signal):
             unit.module.register_full_backward_hook(self._hook(self._norms[i])) for i, unit in enumerate(units)
         ]
         self._home = units[0].parameters[0].device
+        self.mark()
 
     def _hook(self, norms: tuple[list[Tensor], list[Tensor]]) -> Any:
         def record(module: nn.Module, grads_in: Any, grads_out: Any) -> None:
@@ -244,6 +253,15 @@ class Jacobian(Signal):
         for sides in self._norms:
             for kept in sides:
                 kept.clear()
+        self.mark()
+
+    def mark(self) -> None:
+        self._marks = [(len(kept_in), len(kept_out)) for kept_in, kept_out in self._norms]
+
+    def cut(self) -> None:
+        for sides, marks in zip(self._norms, self._marks, strict=True):
+            for kept, length in zip(sides, marks, strict=True):
+                del kept[length:]
 
     def remove(self) -> None:
         for handle in self._handles:

@@ -22,6 +22,8 @@ from .config import SetupError
 
 PEFT_INFIX = ".base_layer"
 """PEFT keeps the module it adapts under this name; names without it are those of the model as loaded."""
+PEFT_COPY = re.compile(r"\.modules_to_save\.[^.]+")
+"""And under this one the trained copy of a module in `modules_to_save`, by adapter."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def base_model(model: nn.Module) -> Any:
 
 def canonical(name: str) -> str:
     """A module or parameter name as it was before PEFT wrapped the model."""
-    return name.replace(PEFT_INFIX, "")
+    return PEFT_COPY.sub("", name.replace(PEFT_INFIX, ""))
 
 
 def decoder_layers(model: nn.Module, pattern: str | None = None) -> list[tuple[int, str, nn.Module]]:

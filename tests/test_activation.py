@@ -17,6 +17,7 @@ from conftest import (
     trace_lines,
     with_lora,
 )
+from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 from hf_gnmr import GNMRCallback
@@ -88,34 +89,130 @@ def test_forward_and_gradients(dtype, autocast, kind, low, recovery):
     assert not any(hasattr(m, "saved") for m in model.modules())
 
 
-def test_16_bits_are_the_plain_linear_bit_for_bit():
-    logits, plain = step(random_llama())
-    model = random_llama()
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_16_bits_are_the_plain_linear_bit_for_bit(autocast, bias):
+    biases = {"attention_bias": bias, "mlp_bias": bias}
+    logits, plain = step(random_llama(**biases), autocast)
+    model = random_llama(**biases)
     backend = ActivationBackend(model, find_projections(model), bits_low=4, bits_recovery=16)
     for switch in (lambda: backend.apply(ALL), backend.apply_exact):
         switch()
-        ours, grads = step(model)
+        ours, grads = step(model, autocast)
         assert torch.equal(ours, logits) and all(torch.equal(grads[n], plain[n]) for n in plain)
         backend.apply(NONE)
         name = "model.layers.0.mlp.up_proj.weight"
-        assert not torch.equal(step(model)[1][name], plain[name])
+        assert not torch.equal(step(model, autocast)[1][name], plain[name])
 
 
-def kept_bytes(model):
-    """Bytes of distinct storages that a forward keeps for the backward, parameters apart, as autograd itself holds them."""
+def kept_bytes(model, autocast=False, projections_only=False):
+    """Bytes of distinct storages that a forward keeps for the backward, parameters apart, as autograd itself holds them;
+    `projections_only`: those kept inside the projections' own forward."""
     seen, parameters = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def pack_hook(tensor):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
+        ours = inside or not projections_only
+        if storage.data_ptr() not in parameters and ours and tuple(tensor.shape[-2:]) not in weights:
             seen[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda t: t):
+    inside: list[bool] = []
+    projections = [m for n, m in model.named_modules() if n.endswith("_proj")]
+    # Casts of weights are no activations.
+    weights = {s for m in projections for s in (m.weight.shape, m.weight.t().shape)} if projections_only else set()
+    handles = [m.register_forward_pre_hook(lambda *_: inside.append(True)) for m in projections]
+    handles += [m.register_forward_hook(lambda *_: inside.clear()) for m in projections]
+    with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda t: t), torch.autocast(
+        "cpu", torch.bfloat16, enabled=autocast
+    ):
         out = model(input_ids=IDS, labels=IDS)
+    for handle in handles:
+        handle.remove()
     total = sum(seen.values())
     out.loss.backward()
     return total
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("lifted", [NONE, ALL])
+def test_what_is_counted_is_what_is_kept(autocast, lifted):
+    model = random_llama()
+    plain = kept_bytes(model, autocast, projections_only=True)
+    backend = ActivationBackend(model, find_projections(model), bits_recovery=16)
+    backend.apply(lifted)
+    kept = kept_bytes(model, autocast, projections_only=True)
+    assert backend.step_figures()["saved_bytes"] == kept
+    # Plain linears under autocast keep a cast copy each; here those that read the same input share one.
+    numbers = 3 * IDS.numel() * (64 + 64 + 64 + 128)
+    if lifted.all():
+        assert kept == numbers * (2 if autocast else 4) and plain == (
+            3 * IDS.numel() * (4 * 64 + 2 * 64 + 128) * 2 if autocast else kept
+        )
+
+
+def test_bytes_count_while_a_backward_needs_them():
+    model = random_llama()
+    backend = ActivationBackend(model, find_projections(model), bits_recovery=16)
+    one = 3 * sum(packed_bytes(IDS.numel(), n, E2M1) for n in (64, 64, 64, 128))
+
+    def forward():
+        return model(input_ids=IDS, labels=IDS).loss
+
+    for _ in range(3):
+        forward().backward()
+    assert backend.step_figures()["saved_bytes"] == one, "micro-batches follow each other"
+    (forward() + forward()).backward()
+    assert backend.step_figures()["saved_bytes"] == 2 * one, "a loss of two forwards holds both"
+    loss = forward()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    forward()
+    assert backend.step_figures()["saved_bytes"] == one, "one that is dropped without a backward is let go of too"
+    for p in model.model.layers[0].parameters():
+        p.requires_grad_(False)
+    for switch, size in ((lambda: backend.apply(NONE), one // 3 * 2), (backend.apply_exact, 2 * IDS.numel() * 320 * 4)):
+        switch()
+        for _ in range(4):
+            forward().backward()
+        assert backend.step_figures()["saved_bytes"] == size, "the first layer may be frozen"
+    with torch.autograd.graph.save_on_cpu():
+        loss = forward()
+    loss.backward()
+    assert backend.step_figures()["saved_bytes_low"] == one // 3 * 2
+
+
+def test_doras_question_for_its_weight_is_no_activation():
+    plain = with_lora(random_llama().requires_grad_(False), trained=True, use_dora=True)
+    logits, expected = step(plain)
+    model = with_lora(random_llama().requires_grad_(False), trained=True, use_dora=True)
+    backend = ActivationBackend(model, find_projections(model), bits_recovery=16)
+    ours, grads = step(model)
+    assert torch.equal(ours, logits)
+    assert {n for n in grads if not torch.equal(grads[n], expected[n])} == {n for n in grads if "lora_A" in n}
+    figures = backend.step_figures()
+    assert figures["saved_tokens"] == IDS.numel()
+    # DoRA hands q, k and v dropouts' outputs of their own only with dropout: without it they share.
+    assert figures["saved_bytes"] == 3 * sum(packed_bytes(IDS.numel(), n, E2M1) for n in (64, 64, 64, 128))
+    backend.apply(ALL)
+    assert all(torch.equal(g, expected[n]) for n, g in step(model)[1].items())
+
+
+def test_units_that_lifting_cannot_reach_are_named(trainer_for, tmp_path, capsys):
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["up_proj.weight"])
+    model = get_peft_model(random_llama(), config)
+    trainer_for(model, GNMRCallback(backend="activation", trigger="jacobian", max_o=6)).train()
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("GNMR: ")]
+    assert sum("LIFTING CHANGES NOTHING for 3 of 6 units (model.layers.0.mlp.up_proj," in line for line in said) == 1
+    # Layer 0's queries read the embedding, which LoRA has frozen.
+    assert sum("NO SIGNAL of trigger 'jacobian' from 1 of 6 units (model.layers.0.self_attn.q_proj)" in s for s in said) == 1
+
+
+def test_nothing_is_said_where_all_can_be_reached(trainer_for, tmp_path, capsys):
+    trainer_for(random_llama(), GNMRCallback(backend="activation", trigger="jacobian", max_o=6)).train()
+    said = capsys.readouterr().out
+    assert "LIFTING CHANGES NOTHING" not in said and "NO SIGNAL" not in said
 
 
 @pytest.mark.parametrize("kind", ["float", "int"])

@@ -217,6 +217,39 @@ def test_the_jacobian_proxy_is_the_ratio_of_gradient_norms_over_all_micro_batche
     assert not any(m._backward_hooks for m in model.modules())
 
 
+def test_the_gain_of_a_backward_that_broke_off_is_forgotten():
+    """In a window of two micro-batches the second one breaks in the middle; the loop goes on with another one."""
+
+    def gains(breaks):
+        model = random_llama()
+        session = GNMRSession(
+            model, backend="activation", trigger="jacobian", max_o=2, alpha_init_fraction=0.0, gradient_accumulation_steps=2
+        )
+        model(input_ids=IDS[:2], labels=IDS[:2]).loss.backward()
+        if breaks:
+            before = [p.grad.clone() for p in model.parameters()]
+
+            def fail(grad):
+                raise MemoryError
+
+            handle = model.model.layers[1].register_forward_hook(lambda m, a, out: out.register_hook(fail) and None)
+            with pytest.raises(MemoryError):
+                model(input_ids=IDS[4:], labels=IDS[4:]).loss.backward()
+            handle.remove()
+            for p, grad in zip(model.parameters(), before, strict=True):
+                p.grad = grad
+        model(input_ids=IDS[2:4], labels=IDS[2:4]).loss.backward()
+        reading = session.observe()
+        session.decide()
+        session.close()
+        return reading
+
+    whole, broken = gains(False), gains(True)
+    assert broken.backwards == whole.backwards == 2 and broken.loss == whole.loss
+    np.testing.assert_array_equal(broken.norms, whole.norms)
+    np.testing.assert_array_equal(broken.signal, whole.signal)
+
+
 # -- rules ---------------------------------------------------------------------------------------------------------------
 
 

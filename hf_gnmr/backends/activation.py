@@ -5,11 +5,13 @@ that is what is kept: token by token in a low format (low-cost path) or a finer 
 of the input is exact; that of the weight is ``dyᵀ · dequantised(x)``.  A copy is shared by projections that are given the
 same tensor (q, k, v; gate, up) as long as their formats agree.  Paper, section 5.1, Appendices E.1 and E.4.
 
-With 16 bits a path is the plain linear: its input is kept as it is, in the dtype that the product runs in.
+With 16 bits a path is the plain linear: its input is kept as it is, in the dtype that the product runs in (under autocast
+one cast copy for all that read the same input, where plain linears keep one each).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,37 +29,67 @@ from .linears import Latest, Switched, as_autocast, lend, make_plain, refuse_8bi
 
 
 class Saved(Latest):
-    """What the projections of a model share: the copy of the latest input, and the count of bytes kept for the backward."""
+    """What the projections of a model share: copies of the latest input, and the count of bytes held for the backward.
 
-    def __init__(self, low: Format | None) -> None:
+    Args:
+        low: the low-cost path's format.
+        units: number of units.
+    """
+
+    def __init__(self, low: Format, units: int) -> None:
         super().__init__()
         self.low = low
-        self.kept = self.kept_low = self.tokens = 0
-        self._now = self._now_low = self._now_tokens = 0
-
-    def begin(self) -> None:
-        """A forward begins: the largest one's figures stand for the step."""
-        if self._now > self.kept:
-            self.kept, self.kept_low, self.tokens = self._now, self._now_low, self._now_tokens
-        self._now = self._now_low = self._now_tokens = 0
+        self.ran = np.zeros(units, dtype=bool)
+        """Units whose projections kept an input since this was last cleared."""
+        self._now = self._now_low = 0
+        self._peak = self._peak_low = self._tokens = 0
 
     def figures(self) -> tuple[int, int, int]:
-        """Bytes kept by the largest forward since the last call, what they would be on the low-cost path, and tokens."""
-        self.begin()
-        figures = self.kept, self.kept_low, self.tokens
-        self.kept = self.kept_low = self.tokens = 0
+        """The most bytes held at a time since the last call, what they would be on the low-cost path, and tokens."""
+        figures = self._peak, self._peak_low, self._tokens
+        self._peak, self._peak_low, self._tokens = self._now, self._now_low, 0
         return figures
 
-    def copy_of(self, given: Tensor, x: Tensor, form: Format | None) -> Packed | None:
-        """The packed copy of `x`, which is `given` in the product's dtype, made once; None for 16 bits."""
+    def copy_of(self, given: Tensor, x: Tensor, form: Format | None) -> Copy:
+        """The copy of `x`, which is `given` in the product's dtype, made once; x itself, detached, for 16 bits."""
+        low = 0
         if self.is_new(given, x.dtype):
-            rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
-            self._now_tokens = max(self._now_tokens, rows)
-            self._now_low += _bytes(x, self.low)
-        name = "16 bits" if form is None else form.name
-        if not self.has(name):
-            self._now += _bytes(x, form)
-        return self.get(name, lambda: None if form is None else pack(x.detach().reshape(-1, x.shape[-1]), form))
+            self._tokens = max(self._tokens, x.numel() // x.shape[-1] if x.shape[-1] else 0)
+            low = _bytes(x, self.low)
+        copy: Copy = self.get("16 bits" if form is None else form.name, lambda: Copy(self, x.detach(), form, low))
+        return copy
+
+    def hold(self, nbytes: int, low: int) -> None:
+        """So many more bytes are held (fewer, where negative), and would be on the low-cost path."""
+        self._now += nbytes
+        self._now_low += low
+        if self._now > self._peak:
+            self._peak, self._peak_low = self._now, self._now_low
+
+
+class Held:
+    """Counts bytes as held for as long as it lives: until the last backward that needs them is done, or can no longer be."""
+
+    __slots__ = ("low", "nbytes", "saved")
+
+    def __init__(self, saved: Saved, nbytes: int, low: int) -> None:
+        self.saved, self.nbytes, self.low = saved, nbytes, low
+        saved.hold(nbytes, low)
+
+    def __del__(self) -> None:
+        self.saved.hold(-self.nbytes, -self.low)
+
+
+class Copy:
+    """What is kept of one input; `low`: bytes that it adds to the low-cost path's count."""
+
+    __slots__ = ("form", "held", "tensors")
+
+    def __init__(self, saved: Saved, x: Tensor, form: Format | None, low: int) -> None:
+        packed = None if form is None else pack(x.reshape(-1, x.shape[-1]), form)
+        self.form = form
+        self.tensors = [x] if packed is None else [packed.scale, *packed.planes]
+        self.held = Held(saved, _bytes(x, form), low)
 
 
 def _bytes(x: Tensor, form: Format | None) -> int:
@@ -67,51 +99,57 @@ def _bytes(x: Tensor, form: Format | None) -> int:
 
 
 class _Product(torch.autograd.Function):
-    """`F.linear` that keeps a packed copy of its input instead of the input."""
+    """`F.linear` that keeps a shared copy of its input instead of the input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, packed: Packed, saved: Saved) -> Tensor:
-        ctx.form, ctx.rows, ctx.saved = packed.form, packed.shape, saved
-        ctx.shape = x.shape
-        ctx.save_for_backward(weight, packed.scale, *packed.planes)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, copy: Copy) -> Tensor:
+        # The count, not the copy: its tensors are autograd's, which may keep them elsewhere (saved-tensor hooks).
+        ctx.held, ctx.form, ctx.saved, ctx.shape = copy.held, copy.form, copy.held.saved, x.shape
+        ctx.save_for_backward(weight, *copy.tensors)
         return nn.functional.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, scale, *planes = ctx.saved_tensors
+        weight, *kept = ctx.saved_tensors
         ctx.saved.forget()
+        ctx.held = None
         flat = dy.reshape(-1, dy.shape[-1])
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = (flat @ weight).view(ctx.shape)
         if ctx.needs_input_grad[1]:
-            dw = flat.t() @ unpack(Packed(planes, scale, ctx.rows, ctx.form, dy.dtype))
+            rows = torch.Size((flat.shape[0], ctx.shape[-1]))
+            if ctx.form is None:
+                x = kept[0].reshape(rows)
+            else:
+                x = unpack(Packed(kept[1:], kept[0], rows, ctx.form, dy.dtype))
+            dw = flat.t() @ x
         if ctx.needs_input_grad[2]:
             db = flat.sum(dim=0)
-        return dx, dw, db, None, None
+        return dx, dw, db, None
 
 
 class QuantisedInput(Switched, nn.Linear):
     """A linear whose saved input is quantised."""
 
-    ours = ("saved", "form", "first")
+    ours = ("saved", "form", "unit", "adapter")
     saved: Saved
     form: Format | None
-    first: bool
+    unit: int
+    adapter: bool
+    """Whether it is LoRA's A."""
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         if not (torch.is_grad_enabled() and self.weight.requires_grad):
             return super().forward(x)  # nothing of x is kept for a weight that is frozen
-        if self.first:
-            self.saved.begin()
+        if self.adapter and not x.requires_grad and x.shape == (self.in_features, self.in_features):
+            return super().forward(x)  # DoRA asks for the weight itself so, with an identity, and lets go of the graph
+        self.saved.ran[self.unit] = True
         given = x
         x, weight, bias = as_autocast(x, self.weight, self.bias)
-        packed = self.saved.copy_of(given, x, self.form)
-        if packed is None:
-            return nn.functional.linear(x, weight, bias)
-        return _Product.apply(x, weight, bias, packed, self.saved)
+        return _Product.apply(x, weight, bias, self.saved.copy_of(given, x, self.form))
 
 
 class ActivationBackend(Backend):
@@ -144,12 +182,13 @@ class ActivationBackend(Backend):
                 "backend='activation' with gradient checkpointing: checkpointing keeps no activation between forward and "
                 "backward, so there is nothing to quantise. Switch off one of the two"
             )
-        self._modules: list[list[Any]] = [[m for _, m in projections_of(unit.module)] for unit in units]
+        named = [projections_of(unit.module) for unit in units]
+        self._modules: list[list[Any]] = [[m for _, m in modules] for modules in named]
         missing = [unit.name for unit, modules in zip(units, self._modules, strict=True) if not modules]
         if missing:
             raise SetupError(f"backend='activation': no trainable nn.Linear in {', '.join(missing[:3])}")
         refuse_unswitchable(self.name, units, self._modules)
-        self._saved = Saved(self.low)
+        self._saved = Saved(self.low, len(units))
         self._plain = False
         self._active = np.zeros(len(units), dtype=bool)
         self.recoverable = np.ones(len(units), dtype=bool)
@@ -159,11 +198,11 @@ class ActivationBackend(Backend):
         # A lifted projection may be alone with its input, and then the low copy is kept beside its own.
         self.bytes_added = self.bytes_recovery.copy()
         self._figures = (0, 0, 0)
-        for modules in self._modules:
-            for module in modules:
-                lend(
-                    module, QuantisedInput, saved=self._saved, form=self.low, first=module is self._modules[0][0]
-                )
+        self._idle = np.zeros(len(units), dtype=bool)
+        for unit, modules in enumerate(named):
+            for name, module in modules:
+                adapter = re.search(r"(^|\.)lora_A(\.|$)", name) is not None
+                lend(module, QuantisedInput, saved=self._saved, form=self.low, unit=unit, adapter=adapter)
 
     def _per_token(self, form: Format | None) -> np.ndarray:
         sizes = []
@@ -197,14 +236,18 @@ class ActivationBackend(Backend):
         self._saved.forget()
 
     def recovery_bytes(self, active: Bools) -> int:
-        """What the largest forward of the step kept beyond the low-cost path, as `step_figures` counted it."""
+        """What was held at the step's peak beyond the low-cost path, as `step_figures` counted it."""
         kept, low, _ = self._figures
         return kept - low
 
     def step_figures(self) -> dict[str, Any]:
-        """For the trace: bytes kept for the backward by the largest micro-batch since the last call, and its tokens."""
+        """For the trace: the most bytes held for the backward at a time since the last call, and a micro-batch's tokens."""
         kept, low, tokens = self._figures = self._saved.figures()
+        self._idle, self._saved.ran[:] = ~self._saved.ran, False
         return {"saved_bytes": kept, "saved_bytes_low": low, "saved_tokens": tokens}
+
+    def idle(self) -> Bools:
+        return self._idle
 
     def census(self) -> dict[str, Any]:
         low, recovery = ("not quantised" if f is None else f"{f.bits}-bit ({f.name})" for f in (self.low, self.recovery))

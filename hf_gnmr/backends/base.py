@@ -73,6 +73,10 @@ class Backend(ABC):
         """What the backend has to say about the step that has just been done, for the trace: plain JSON values."""
         return {}
 
+    def idle(self) -> Bools:
+        """Units of which nothing that is switched ran in the last step that `step_figures` told of; none, if not known."""
+        return np.zeros(len(self.recoverable), dtype=bool)
+
     def recovery_bytes(self, active: Bools) -> int:
         """ΔM of an active set."""
         return int(self.bytes_added[active].sum())
