@@ -101,6 +101,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
         self._folder: str | None = None
         """Where the training saves."""
         self._micro_batches = 0
+        self._detached = False
         self.weights_loaded = False
         """Whether a Trainer has read a checkpoint's weights whole (`GNMRTrainerMixin`)."""
 
@@ -130,7 +131,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.detach()
-        self.session = None
+        self.session, self._detached = None, False
         if state.max_steps < 1:
             raise SetupError(f"the training has {state.max_steps} optimizer steps: there is nothing to do")
         refuse_windows_never_full(kwargs.get("train_dataloader"), args.gradient_accumulation_steps)
@@ -173,11 +174,20 @@ class GNMRCallback(TrainerCallback, ExportableState):
         self._micro_batches += 1
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._detached:
+            return
         assert self.session is not None
+        if self.session.reading is not None:
+            raise SetupError(
+                "on_pre_optimizer_step came twice in one step: this GNMRCallback is among the Trainer's callbacks twice. "
+                "Give it once"
+            )
         self.session.observe(self._micro_batches + 1)
         self._micro_batches = 0
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._detached:
+            return
         assert self.session is not None
         self.session.decide(skipped=bool(getattr(kwargs.get("optimizer"), "step_was_skipped", False)))
 
@@ -198,12 +208,14 @@ class GNMRCallback(TrainerCallback, ExportableState):
             self.session.close()
 
     def detach(self) -> None:
-        """Take hooks and paths off the model and close the trace, as the end of training does; may be called twice.
+        """Take hooks and paths off the model and close the trace; may be called twice.
 
-        Only needed where training was broken off and the model is used without another run.
+        For a model that is used after its training was broken off. In mid-training the rest of it goes on without control:
+        on the low-cost path under `int8`, where 8 bits are what the model has, else on the plain one.
         """
         if self.session is not None:
             self.session.detach()
+            self._detached = True
 
     # -- State in the Trainer's checkpoints ------------------------------------------------------------------------
 
@@ -268,11 +280,11 @@ class GNMRCallback(TrainerCallback, ExportableState):
 
     def scalars(self) -> dict[str, float]:
         """The latest step's figures, for a `Trainer.log` that adds them to its logs (`GNMRSession.scalars`)."""
-        return {} if self.session is None else self.session.scalars()
+        return {} if self.session is None or self._detached else self.session.scalars()
 
     def note_loss(self, loss: Tensor) -> None:
         """For a Trainer to tell each micro-batch's loss (`GNMRSession.note_loss`)."""
-        if self.session is not None:
+        if self.session is not None and not self._detached:
             self.session.note_loss(loss)
 
 

@@ -104,7 +104,8 @@ class GNMRSession:
         self._begun = False
         self._journal: Journal | None = None
         self._shown: dict[str, float] = {}
-        self._reading: Reading | None = None
+        self.reading: Reading | None = None
+        """What `observe` fetched and `decide` has not had yet."""
         self._micro_batches = 0
         self._withheld = False
         self._closed = self._looked = False
@@ -163,11 +164,11 @@ class GNMRSession:
         """
         if self._closed:
             raise SetupError("this GNMRSession is closed: make a new one for another training")
-        if self._reading is not None:
+        if self.reading is not None:
             raise SetupError("observe() a second time without decide(): call decide() after each optimizer step")
         if not self._begun:
             self.begin()
-        reading = self._reading = self._gradients.read()
+        reading = self.reading = self._gradients.read()
         if reading is None:
             raise SetupError(
                 f"no gradient was seen at step {self.steps_done + 1}: the loss does not come from the outputs of the "
@@ -195,11 +196,11 @@ class GNMRSession:
         """
         if self._closed:
             raise SetupError("this GNMRSession is closed: make a new one for another training")
-        if self._reading is None:
+        if self.reading is None:
             raise SetupError("decide() without observe(): call observe() after the backward, before clipping")
         start = time.perf_counter()
-        reading, active = self._reading, self.controller.active
-        self._reading = None  # read once, whatever fails from here on
+        reading, active = self.reading, self.controller.active
+        self.reading = None  # read once, whatever fails from here on
         reason = None
         # Fused optimizers skip by themselves under a scaler (the Trainer's default one does), and accelerate then calls the
         # step a done one: what the scaler goes by is in the reading.
@@ -265,7 +266,7 @@ class GNMRSession:
     def discard(self) -> None:
         """Forget the backward passes since the last step, for a loop that throws a batch away (and its gradients)."""
         self._gradients.discard()
-        self._reading, self._withheld = None, False
+        self.reading, self._withheld = None, False
 
     def note_loss(self, loss: Tensor) -> None:
         """Tell a micro-batch's loss, as it enters the backward; the trace has it where the model's own loss output takes

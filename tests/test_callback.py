@@ -607,3 +607,29 @@ def test_missing_foreign_and_broken_traces(tmp_path):
     file.write_text('{"schema": 1}\nnot json\n{"step": 2}\n')
     with pytest.raises(TraceError, match="line 2: not JSON"):
         read_trace(file)
+
+
+def test_the_same_callback_twice_is_said_so(tiny, trainer_for):
+    callback = GNMRCallback(max_o=1)
+    trainer = trainer_for(with_lora(load_int8(tiny)), callback)
+    trainer.add_callback(callback)
+    with pytest.raises(SetupError, match="this GNMRCallback is among the Trainer's callbacks twice"):
+        trainer.train()
+
+
+def test_a_training_goes_on_without_a_callback_that_was_detached_in_it(tiny, trainer_for, tmp_path):
+    class Detach(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                callback.detach()
+
+    callback = GNMRCallback(max_o=1)
+    trainer = trainer_for(with_lora(load_int8(tiny)), callback)
+    trainer.add_callback(Detach())
+    trainer.train()
+    steps = trainer.state.global_step
+    assert steps > 3 and len(trace_lines(tmp_path / "run")[1]) == 2
+    assert callback.scalars() == {}
+    trainer.remove_callback(Detach)
+    trainer.train()
+    assert len(trace_lines(tmp_path / "run")[1]) == steps, "the next training is under control again"

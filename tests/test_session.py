@@ -235,7 +235,7 @@ def test_missing_calls_are_noticed(tiny):
     session = new_session(model)
     for _ in range(2):
         model(**BATCHES[0]).loss.backward()
-        if session.steps_done == 0 and session._reading is None:
+        if session.steps_done == 0 and session.reading is None:
             session.observe()
     with pytest.raises(SetupError, match=r"a second time without decide"):
         session.observe()

@@ -6,11 +6,12 @@ import pytest
 import torch
 import transformers as hf
 from architectures import ARCHITECTURES
-from conftest import load_int8, tiny_config, with_lora
+from conftest import load_int8, random_llama, tiny_config, with_lora
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from hf_gnmr import SetupError
-from hf_gnmr.units import canonical, decoder_layers, find_units
+from hf_gnmr.units import canonical, decoder_layers, find_projections, find_units
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -63,3 +64,9 @@ def test_a_list_as_long_as_the_model_is_deep_inside_a_layer_is_no_candidate():
 def test_wrappers_are_looked_through(tiny):
     model = with_lora(load_int8(tiny))
     assert len(find_units(torch.compile(model))) == 3
+
+
+def test_trained_copies_of_modules_bear_the_modules_names():
+    model = get_peft_model(random_llama(), LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["down_proj"]))
+    names = [unit.name for unit in find_projections(model)]
+    assert names[:2] == ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"] and len(names) == 6
