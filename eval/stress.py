@@ -14,9 +14,10 @@ the units of that name for good.  ALPHA is a constant, or INIT-ALPHA for the rec
 A format is KIND:LOW:RECOVERY in bits: `float` and `int` are saved activations, `lowbit` and `fp8` products (`fp8:8:16`).
 
 Runs of one seed start from the same weights and see the same data in the same order, so differences are taken seed by
-seed; their standard errors are those of the paired differences.  A finished run is not run again.  `--workers 2` runs two
-single-thread trainings side by side; step times are not taken from them but, with `--times`, in one process, alternating
-the arms.
+seed; their standard errors are those of the paired differences.  A finished run is not run again; what a broken-off one
+has left is moved aside (NAME.1, NAME.2, …) when it is run anew, its log is kept.  A run that another process is at is left
+to it.  `--workers 2` runs two single-thread trainings side by side; step times are not taken from them but, with `--times`,
+in one process, alternating the arms.
 """
 
 from __future__ import annotations
@@ -24,18 +25,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import fcntl
 import itertools
 import json
 import math
 import multiprocessing
 import os
 import re
-import shutil
 import sys
+import threading
 import time
 from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import TextIO
 
 from step_times import step_times
 from stress_tables import Arm, Job, gap_closed, markdown, paired, rows_of, stages, t_quantile
@@ -207,11 +211,18 @@ def format_of(recipe_name: str, overrides: list[str]) -> str:
 def check(options: argparse.Namespace, jobs: list[Job]) -> None:
     """Every job's recipe and options, before the first one runs."""
     from hf_gnmr.options import Options
-    from hf_gnmr.recipe import find_recipe, load_recipe
+    from hf_gnmr.plan import architecture
+    from hf_gnmr.plan_activations import base_on_meta, seats_on_meta
+    from hf_gnmr.recipe import SCRATCH, find_recipe, load_recipe
 
+    base = None
     for job in jobs:
         recipe = load_recipe(find_recipe(options.recipe), overrides_of(job, options))
         Options(trigger=recipe.trigger.name, trigger_options=recipe.trigger.options(), **recipe.backend.options())
+        first = job.seed == options.seeds[0] and _twin(job) is None  # a seed chooses no units; a twin has no trace yet
+        if first and recipe.model.name == SCRATCH:  # the units are known: lists, ratios and maxO must fit them
+            base = base_on_meta(recipe, architecture(recipe)[0]) if base is None else base
+            seats_on_meta(recipe, base)
 
 
 def run_all(options: argparse.Namespace, jobs: list[Job]) -> int:
@@ -221,17 +232,23 @@ def run_all(options: argparse.Namespace, jobs: list[Job]) -> int:
     total, started = len(left), time.perf_counter()
     print(f"{len(jobs)} runs, {total} of them to do", flush=True)
     os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.workers, mp_context=context) as pool:
-        running: dict = {}
-        done = failed = 0
+    running: dict = {}
+    done = failed = 0
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(workers(options.workers))
         while left or running:
             while left and len(running) < options.workers:
                 ready = next((j for j in left if _twin(j) not in [*left, *running.values()]), None)
                 if ready is None:
                     break
                 left.remove(ready)
-                running[pool.submit(run, options.recipe, overrides_of(ready, options), options.out / ready.name)] = ready
+                given = run, options.recipe, overrides_of(ready, options), options.out / ready.name
+                try:
+                    future = pool.submit(*given)
+                except BrokenProcessPool:  # a worker was killed, for its memory or by hand: the others' runs end with it
+                    pool = stack.enter_context(workers(options.workers))
+                    future = pool.submit(*given)
+                running[future] = ready
             finished, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in finished:
                 job = running.pop(future)
@@ -239,6 +256,8 @@ def run_all(options: argparse.Namespace, jobs: list[Job]) -> int:
                 try:
                     loss = future.result().get("eval_loss", math.nan)
                 except Exception as error:  # one run that fails must not cost the others
+                    if isinstance(error, BrokenProcessPool):
+                        error = RuntimeError("its process was killed (out of memory?), or one beside it")
                     print(f"{done}/{total} {job.name} FAILED: {type(error).__name__}: {error}", flush=True)
                     failed += 1
                     continue
@@ -246,6 +265,21 @@ def run_all(options: argparse.Namespace, jobs: list[Job]) -> int:
                 rest = f"{each:.0f} s a run, {each * (total - done):.0f} s left"
                 print(f"{done}/{total} {job.name}: loss {loss:.4f} ({rest})", flush=True)
     return failed
+
+
+def workers(number: int) -> ProcessPoolExecutor:
+    """Processes that end with this one, whatever ends it."""
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(number, mp_context=context, initializer=_end_with, initargs=(os.getpid(),))
+
+
+def _end_with(parent: int) -> None:
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)  # an orphan would go on writing where the next grid begins the run anew
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _model(arm: Arm) -> Arm | None:
@@ -264,7 +298,11 @@ def _twin(job: Job) -> Job | None:
 
 
 def run(recipe_name: str, overrides: list[str], folder: Path) -> dict:
-    """One training in this process, its output in the folder's log."""
+    """One training in this process, its output in the folder's log.
+
+    Raises:
+        ConfigError: another process is at it.
+    """
     import torch
     from transformers.utils import logging
 
@@ -273,27 +311,42 @@ def run(recipe_name: str, overrides: list[str], folder: Path) -> dict:
     from hf_gnmr.recipe import find_recipe, load_recipe
     from hf_gnmr.train import train
 
-    if folder.exists():  # a run that was broken off
-        shutil.rmtree(folder)
-    partial = folder.with_name(folder.name + ".log")
-    with partial.open("w", encoding="utf-8") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-        results = train(load_recipe(find_recipe(recipe_name), overrides))
+    # A run that was broken off is moved aside by the training, as any other one.
+    recipe = load_recipe(find_recipe(recipe_name), [*overrides, "run.overwrite=true"])
+    with folder.with_name(folder.name + ".log").open("a", encoding="utf-8") as log:
+        _lock(log, folder)
+        with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+            results = train(recipe)
     for weights in folder.glob("model*.safetensors"):  # gigabytes over a grid; the figures are what is wanted
         weights.unlink()
     return results
 
 
+def _lock(log: TextIO, folder: Path) -> None:
+    """Hold the run's log for as long as it is open; what an ending worker holds is waited for."""
+    for last in (False, False, False, False, True):
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError:
+            if last:
+                from hf_gnmr.config import ConfigError
+
+                raise ConfigError(f"another process is at {folder}") from None
+            time.sleep(0.5)
+
+
 def read(options: argparse.Namespace, job: Job) -> dict | None:
-    """A finished run's figures; None: it is not finished.
+    """A finished run's figures; None: it is not finished, or its trace does not have all of its steps.
 
     Raises:
-        ConfigError: the folder holds a run of other settings.
+        ConfigError: the folder holds a run of other settings, finished or not.
     """
     from hf_gnmr.config import ConfigError
     from hf_gnmr.recipe import find_recipe, load_recipe
 
     folder = options.out / job.name
-    if not (folder / "results.json").is_file() or not (folder / "summary.json").is_file():
+    if not (folder / "recipe.yaml").is_file():
         return None
     wanted, there = (
         dataclasses.asdict(recipe)
@@ -304,10 +357,16 @@ def read(options: argparse.Namespace, job: Job) -> dict | None:
     for recipe in (wanted, there):
         recipe["training"].pop("output_dir")
         recipe["trigger"].pop("trace")
+        recipe.pop("run")
     for section in wanted:
         if wanted[section] != there[section]:
             raise ConfigError(f"{folder} holds a run whose section {section} has other settings: give another --out")
+    if not (folder / "results.json").is_file() or not (folder / "summary.json").is_file():
+        return None
     figures = {**json.loads((folder / "summary.json").read_text()), **json.loads((folder / "results.json").read_text())}
+    asked = wanted["training"].get("max_steps", -1)
+    if figures["missing_steps"] or (asked > 0 and figures["steps"] != asked):
+        return None
     return {**figures, "lifted": lifted_kinds(folder)}
 
 

@@ -18,7 +18,7 @@ from .models import lora_config
 from .options import Options, within_budget
 from .sections import Recipe
 from .triggers import make_trigger
-from .units import FINDERS
+from .units import FINDERS, Unit
 
 
 def plan_activations(recipe: Recipe, config: Any, where: str, per_parameter: float | None) -> dict[str, Any]:
@@ -33,35 +33,22 @@ def plan_activations(recipe: Recipe, config: Any, where: str, per_parameter: flo
     Raises:
         ConfigError, SetupError: what the run itself would raise.
     """
-    from peft import get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    bf16 = recipe.lora is not None or recipe.model.dtype == "bfloat16"
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if bf16 else torch.float32)
+        model = base_on_meta(recipe, config)
         parameters = sum(p.numel() for p in model.parameters())
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
-        if recipe.lora is not None:
-            model.requires_grad_(False)
-            model = get_peft_model(model, lora_config(recipe.lora))
+        model, units, max_o, lifted = seats_on_meta(recipe, model)
         half = bool(recipe.training.get("bf16") or recipe.training.get("fp16"))
         trainable = [p for p in model.parameters() if p.requires_grad]
         backend_section = recipe.backend
-        activation = backend_section.name == "activation"
-        options = Options(trigger=recipe.trigger.name, trigger_options=recipe.trigger.options(), **backend_section.options())
-        units = FINDERS[options.unit_kind](model, recipe.model.layers)
         saved: dict[str, int] = {}
-        gnmr = within_budget(recipe.gnmr, options, [0] * (len(units) + 1), holds_all=True)
-        max_o = gnmr.resolve_max_o(len(units)) if backend_section.name != "none" else 0
         if backend_section.name == "fp8" and backend_section.emulate is False:
             refuse_shapes(units)
         if backend_section.name in ("fp8", "lowbit"):  # what the run would refuse; both take the same modules
             LowBitBackend(model, units).remove()
-        switched = backend_section.name != "none"
-        lifted = most_lifted(recipe, [unit.name for unit in units], [switched] * len(units), max_o)
         numbers = sum(p.numel() for p in trainable)
         size = sum(p.numel() * p.element_size() for p in trainable)
-        if activation:
+        if backend_section.name == "activation":
             if half:  # autocast's products, and so the inputs that they keep, are in 16 bits
                 model = model.to(torch.bfloat16)
             backend = ActivationBackend(
@@ -91,11 +78,40 @@ def plan_activations(recipe: Recipe, config: Any, where: str, per_parameter: flo
     }
 
 
+def base_on_meta(recipe: Recipe, config: Any) -> Any:
+    """The recipe's model on the meta device, without adapters."""
+    from transformers import AutoModelForCausalLM
+
+    bf16 = recipe.lora is not None or recipe.model.dtype == "bfloat16"
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if bf16 else torch.float32)
+
+
+def seats_on_meta(recipe: Recipe, model: Any) -> tuple[Any, list[Unit], int, int]:
+    """The model with its adapters, its units, maxO, and how many units can be lifted at a time.
+
+    Raises:
+        ConfigError, SetupError: no such units, or a budget or trigger that they do not fit.
+    """
+    from peft import get_peft_model
+
+    if recipe.lora is not None:
+        model.requires_grad_(False)
+        with torch.device("meta"):
+            model = get_peft_model(model, lora_config(recipe.lora))
+    options = Options(trigger=recipe.trigger.name, trigger_options=recipe.trigger.options(), **recipe.backend.options())
+    units = FINDERS[options.unit_kind](model, recipe.model.layers)
+    switched = recipe.backend.name != "none"
+    gnmr = within_budget(recipe.gnmr, options, [0] * (len(units) + 1), holds_all=True)
+    max_o = gnmr.resolve_max_o(len(units)) if switched else 0
+    return model, units, max_o, most_lifted(recipe, [unit.name for unit in units], [switched] * len(units), max_o)
+
+
 def most_lifted(recipe: Recipe, names: list[str], recoverable: list[bool], max_o: int) -> int:
     """Units that the trigger can have on the recovery path at a time.
 
     Raises:
-        ConfigError: a list that names no unit.
+        ConfigError: a list that names no unit, or a ratio above maxO.
     """
     trigger, count = recipe.trigger, sum(recoverable)
     if trigger.name == "none":
@@ -103,12 +119,12 @@ def most_lifted(recipe: Recipe, names: list[str], recoverable: list[bool], max_o
     at_most = max_o
     if trigger.name in ("all", "static"):  # `static` has all of them there in its warm-up
         at_most = count
-    if trigger.name == "listed":
-        listed = make_trigger(
-            "listed", len(names), GNMRConfig(alpha_init_fraction=0.0), recoverable=np.array(recoverable),
+    if trigger.name in ("listed", "random") and max_o:
+        control = make_trigger(
+            trigger.name, len(names), GNMRConfig(alpha_init_fraction=0.0, max_o=max_o), recoverable=np.array(recoverable),
             options=trigger.options(), names=names,
         )
-        at_most = listed.most_active()
+        at_most = control.most_active()
     return count if recipe.gnmr.fidelity_warmup else at_most
 
 
