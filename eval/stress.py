@@ -36,7 +36,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TextIO
@@ -232,45 +232,49 @@ def run_all(options: argparse.Namespace, jobs: list[Job]) -> int:
     total, started = len(left), time.perf_counter()
     print(f"{len(jobs)} runs, {total} of them to do", flush=True)
     os.environ["OMP_NUM_THREADS"] = "1"
-    running: dict = {}
+    running: dict[Future[dict], tuple[Job, ProcessPoolExecutor]] = {}
     done = failed = 0
     with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(workers(options.workers))
+        # A pool a worker: one that is killed (for its memory, or by hand) takes its own run with it and no other one.
+        idle = [stack.enter_context(worker()) for _ in range(options.workers)]
         while left or running:
-            while left and len(running) < options.workers:
-                ready = next((j for j in left if _twin(j) not in [*left, *running.values()]), None)
-                if ready is None:
+            under_way = [*left, *(job for job, _ in running.values())]
+            for job in [job for job in left if _twin(job) not in under_way]:
+                if not idle:
                     break
-                left.remove(ready)
-                given = run, options.recipe, overrides_of(ready, options), options.out / ready.name
-                try:
-                    future = pool.submit(*given)
-                except BrokenProcessPool:  # a worker was killed, for its memory or by hand: the others' runs end with it
-                    pool = stack.enter_context(workers(options.workers))
-                    future = pool.submit(*given)
-                running[future] = ready
+                left.remove(job)
+                twin = _twin(job)
+                if twin is not None and read(options, twin) is None:
+                    done, failed = done + 1, failed + 1
+                    print(f"{done}/{total} {job.name}: FAILED: {twin.name}, its model, is not there", flush=True)
+                    continue
+                pool = idle.pop()
+                running[pool.submit(run, options, job)] = job, pool
             finished, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in finished:
-                job = running.pop(future)
+                job, pool = running.pop(future)
                 done += 1
                 try:
-                    loss = future.result().get("eval_loss", math.nan)
+                    said = f"loss {future.result().get('eval_loss', math.nan):.4f}"
+                except BusyError as error:
+                    said = f"left to the other process that is at it ({error})"
                 except Exception as error:  # one run that fails must not cost the others
-                    if isinstance(error, BrokenProcessPool):
-                        error = RuntimeError("its process was killed (out of memory?), or one beside it")
-                    print(f"{done}/{total} {job.name} FAILED: {type(error).__name__}: {error}", flush=True)
                     failed += 1
-                    continue
+                    said = f"FAILED: {type(error).__name__}: {error}"
+                    if isinstance(error, BrokenProcessPool):
+                        said = "FAILED: its process was killed (out of memory?)"
+                        pool = stack.enter_context(worker())
+                idle.append(pool)
                 each = (time.perf_counter() - started) / done
                 rest = f"{each:.0f} s a run, {each * (total - done):.0f} s left"
-                print(f"{done}/{total} {job.name}: loss {loss:.4f} ({rest})", flush=True)
+                print(f"{done}/{total} {job.name}: {said} ({rest})", flush=True)
     return failed
 
 
-def workers(number: int) -> ProcessPoolExecutor:
-    """Processes that end with this one, whatever ends it."""
+def worker() -> ProcessPoolExecutor:
+    """A process for runs, which ends with this one, whatever ends it."""
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(number, mp_context=context, initializer=_end_with, initargs=(os.getpid(),))
+    return ProcessPoolExecutor(1, mp_context=context, initializer=_end_with, initargs=(os.getpid(),))
 
 
 def _end_with(parent: int) -> None:
@@ -297,11 +301,11 @@ def _twin(job: Job) -> Job | None:
     return dataclasses.replace(job, arm=model)
 
 
-def run(recipe_name: str, overrides: list[str], folder: Path) -> dict:
-    """One training in this process, its output in the folder's log.
+def run(options: argparse.Namespace, job: Job) -> dict:
+    """One training in this process, its output in the folder's log; the figures of one that is there by now.
 
     Raises:
-        ConfigError: another process is at it.
+        BusyError: another process is at it.
     """
     import torch
     from transformers.utils import logging
@@ -311,15 +315,23 @@ def run(recipe_name: str, overrides: list[str], folder: Path) -> dict:
     from hf_gnmr.recipe import find_recipe, load_recipe
     from hf_gnmr.train import train
 
+    folder = options.out / job.name
     # A run that was broken off is moved aside by the training, as any other one.
-    recipe = load_recipe(find_recipe(recipe_name), [*overrides, "run.overwrite=true"])
+    recipe = load_recipe(find_recipe(options.recipe), [*overrides_of(job, options), "run.overwrite=true"])
     with folder.with_name(folder.name + ".log").open("a", encoding="utf-8") as log:
         _lock(log, folder)
+        there = read(options, job)
+        if there is not None:  # another process has done it meanwhile
+            return there
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
             results = train(recipe)
     for weights in folder.glob("model*.safetensors"):  # gigabytes over a grid; the figures are what is wanted
         weights.unlink()
     return results
+
+
+class BusyError(Exception):
+    """A run that another process is at."""
 
 
 def _lock(log: TextIO, folder: Path) -> None:
@@ -330,9 +342,7 @@ def _lock(log: TextIO, folder: Path) -> None:
             return
         except OSError:
             if last:
-                from hf_gnmr.config import ConfigError
-
-                raise ConfigError(f"another process is at {folder}") from None
+                raise BusyError(folder.name) from None
             time.sleep(0.5)
 
 

@@ -210,9 +210,6 @@ class GradientNorms:
             if self._signal is not None:
                 self._signal.cut()
             self._armed = False
-        self._mark = len(self._losses)
-        if self._signal is not None:
-            self._signal.mark()
         loss = getattr(output, "loss", None)
         for tensor in _tensors(output):
             if tensor.requires_grad:
@@ -220,7 +217,9 @@ class GradientNorms:
 
     def _arm(self, grad: Tensor) -> None:
         if not self._armed:
-            self._armed = True
+            self._armed, self._mark = True, len(self._losses)
+            if self._signal is not None:
+                self._signal.mark()
             queue_callback(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
@@ -290,9 +289,9 @@ class _LossHook:
         self.loss = loss
 
     def __call__(self, grad: Tensor) -> None:
+        self.norms._arm(grad)
         self.norms._losses.append((self.loss.float() * grad.detach().float()).sum())
         self.norms._weights.append(grad.detach().float().sum())
-        self.norms._arm(grad)
 
 
 def _looks_scaled(weight: float, backwards: int) -> bool:

@@ -119,7 +119,7 @@ def most_lifted(recipe: Recipe, names: list[str], recoverable: list[bool], max_o
     at_most = max_o
     if trigger.name in ("all", "static"):  # `static` has all of them there in its warm-up
         at_most = count
-    if trigger.name in ("listed", "random") and max_o:
+    if trigger.name in ("listed", "random") and count:
         control = make_trigger(
             trigger.name, len(names), GNMRConfig(alpha_init_fraction=0.0, max_o=max_o), recoverable=np.array(recoverable),
             options=trigger.options(), names=names,

@@ -70,7 +70,7 @@ class Signal(ABC):
         return None
 
     def mark(self) -> None:
-        """A forward begins: what its backward will give can be cut."""
+        """A backward begins: what it will give can be cut."""
         return None
 
     def cut(self) -> None:

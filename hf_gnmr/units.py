@@ -142,7 +142,10 @@ def find_projections(model: nn.Module, pattern: str | None = None) -> list[Unit]
         for name, module in _linears(unit.module):
             parameters = tuple(p for p in module.parameters() if p.requires_grad)
             if parameters:
-                units.append(Unit(len(units), unit.layer, f"{unit.name}.{canonical(name)}", module, parameters))
+                path = f"{unit.name}.{canonical(name)}"
+                if any(path == other.name for other in units[-16:]):  # another adapter's trained copy of the same module
+                    path = f"{unit.name}.{name}"
+                units.append(Unit(len(units), unit.layer, path, module, parameters))
         kinds |= {type(m).__name__ for m in unit.module.modules() if not any(m.children())}
     if not units:
         raise SetupError(

@@ -468,7 +468,7 @@ def test_pages_of_a_layer_that_came_back_stay(tiny, monkeypatch, returns):
     assert all(pages)
     store.reserve(1)
     busy = threading.Event()
-    store._worker.start(busy.wait)
+    store._worker.start(lambda: busy.wait(timeout=30))
     given_back.clear()
     for unit in (0, 1, 0, 2) if not returns else (0, 1, 0):
         store.apply(active(unit))

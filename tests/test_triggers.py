@@ -217,25 +217,32 @@ def test_the_jacobian_proxy_is_the_ratio_of_gradient_norms_over_all_micro_batche
     assert not any(m._backward_hooks for m in model.modules())
 
 
-def test_the_gain_of_a_backward_that_broke_off_is_forgotten():
-    """In a window of two micro-batches the second one breaks in the middle; the loop goes on with another one."""
+@pytest.mark.parametrize("order", ["one after the other", "two forwards first"])
+def test_the_gain_of_a_backward_that_broke_off_is_forgotten(order):
+    """In a window of two micro-batches another one breaks in the middle; the loop goes on without it."""
 
     def gains(breaks):
         model = random_llama()
         session = GNMRSession(
             model, backend="activation", trigger="jacobian", max_o=2, alpha_init_fraction=0.0, gradient_accumulation_steps=2
         )
-        model(input_ids=IDS[:2], labels=IDS[:2]).loss.backward()
+
+        def fail(grad):
+            raise MemoryError
+
+        def doomed():
+            handle = model.model.layers[1].register_forward_hook(lambda m, a, out: out.register_hook(fail) and None)
+            loss = model(input_ids=IDS[4:], labels=IDS[4:]).loss
+            handle.remove()
+            return loss
+
+        first = model(input_ids=IDS[:2], labels=IDS[:2]).loss
+        broken = doomed() if breaks and order == "two forwards first" else None
+        first.backward()
         if breaks:
             before = [p.grad.clone() for p in model.parameters()]
-
-            def fail(grad):
-                raise MemoryError
-
-            handle = model.model.layers[1].register_forward_hook(lambda m, a, out: out.register_hook(fail) and None)
             with pytest.raises(MemoryError):
-                model(input_ids=IDS[4:], labels=IDS[4:]).loss.backward()
-            handle.remove()
+                (doomed() if broken is None else broken).backward()
             for p, grad in zip(model.parameters(), before, strict=True):
                 p.grad = grad
         model(input_ids=IDS[2:4], labels=IDS[2:4]).loss.backward()

@@ -70,3 +70,8 @@ def test_trained_copies_of_modules_bear_the_modules_names():
     model = get_peft_model(random_llama(), LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["down_proj"]))
     names = [unit.name for unit in find_projections(model)]
     assert names[:2] == ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"] and len(names) == 6
+    model.add_adapter("second", LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["down_proj"]))
+    for name, p in model.named_parameters():
+        p.requires_grad_("lora_" in name or "modules_to_save" in name)
+    names = [unit.name for unit in find_projections(model)]
+    assert len(names) == len(set(names)) == 9 and "model.layers.0.mlp.down_proj.modules_to_save.second" in names

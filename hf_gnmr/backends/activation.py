@@ -68,7 +68,8 @@ class Saved(Latest):
 
 
 class Held:
-    """Counts bytes as held for as long as it lives: until the last backward that needs them is done, or can no longer be."""
+    """Counts bytes as held for as long as it lives: until the last product's backward is done, or can no longer be. (A graph
+    that is retained holds them longer than is counted.)"""
 
     __slots__ = ("low", "nbytes", "saved")
 
