@@ -137,14 +137,16 @@ def find_projections(model: nn.Module, pattern: str | None = None) -> list[Unit]
         SetupError: no decoder layer found, or no such projection in them.
     """
     units: list[Unit] = []
+    names: set[str] = set()
     kinds: set[str] = set()
     for unit in find_units(model, pattern):
         for name, module in _linears(unit.module):
             parameters = tuple(p for p in module.parameters() if p.requires_grad)
             if parameters:
                 path = f"{unit.name}.{canonical(name)}"
-                if any(path == other.name for other in units[-16:]):  # another adapter's trained copy of the same module
+                if path in names:  # another adapter's trained copy of the same module
                     path = f"{unit.name}.{name}"
+                names.add(path)
                 units.append(Unit(len(units), unit.layer, path, module, parameters))
         kinds |= {type(m).__name__ for m in unit.module.modules() if not any(m.children())}
     if not units:

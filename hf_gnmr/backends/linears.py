@@ -134,10 +134,6 @@ class Latest:
             self._made[name] = make()
         return self._made[name]
 
-    def has(self, name: str) -> bool:
-        """Whether it was made already."""
-        return name in self._made
-
     def forget(self) -> None:
         """Let go (a backward's own references keep what it needs)."""
         self._input, self._made = None, {}
