@@ -59,7 +59,9 @@ def main() -> None:
         print(json.dumps(memory_of(options.memory_of, options)))
         return
     results: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]), "seed": options.seed, "machine": machine(),
+        "command": " ".join(["python", *sys.argv]),
+        "seed": options.seed,
+        "machine": machine(),
     }
     for part in options.parts:
         print(f"{part} ...", flush=True)
@@ -331,8 +333,20 @@ def measure_memory(options: argparse.Namespace) -> dict[str, Any]:
     found = {}
     for way in WAYS:
         command = [
-            sys.executable, __file__, "--model", options.model, "--out", str(options.out), "--memory-of", way,
-            "--batch-size", str(options.batch_size), "--tokens", str(options.tokens), "--rounds", "4",
+            sys.executable,
+            __file__,
+            "--model",
+            options.model,
+            "--out",
+            str(options.out),
+            "--memory-of",
+            way,
+            "--batch-size",
+            str(options.batch_size),
+            "--tokens",
+            str(options.tokens),
+            "--rounds",
+            "4",
         ]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         found[way] = json.loads(output.splitlines()[-1])
@@ -434,7 +448,9 @@ def tables(results: dict[str, Any]) -> list[str]:
         lines += [
             f"{c['units']} units, maxO {c['max_o']}, on average {c['mean_active']:.1f} lifted and {c['mean_switches']:.1f} "
             f"switched a step; a step takes {c['step_seconds']:.2f} s",
-            "", "| control | median (95% interval) |", "|---|---|",
+            "",
+            "| control | median (95% interval) |",
+            "|---|---|",
             f"| its timers, ms a step | {span(c['control_ms'], '{:.2f}')} |",
             f"| its timers over step time | {span(c['control_share'], '{:.3%}')} |",
         ]
@@ -442,10 +458,12 @@ def tables(results: dict[str, Any]) -> list[str]:
     if "norms" in results:
         n = results["norms"]
         lines += [
-            f"| norms of {n['tensors']} gradients | median (95% interval) |", "|---|---|",
+            f"| norms of {n['tensors']} gradients | median (95% interval) |",
+            "|---|---|",
             f"| per unit, ms | {span(n['ours_ms'], '{:.3f}')} |",
             f"| `torch.nn.utils.get_total_norm`, ms | {span(n['floor_ms'], '{:.3f}')} |",
-            f"| ratio | {span(n['ours / floor'], '{:.2f}')} |", "",
+            f"| ratio | {span(n['ours / floor'], '{:.2f}')} |",
+            "",
         ]
     if "stores" in results:
         lines += ["| a step with every unit lifted | median (95% interval) |", "|---|---|"]

@@ -53,8 +53,16 @@ def main() -> None:
             print("no browser here: the time to open was not measured")
             return
         command = [
-            browser, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-            f"--user-data-dir={folder}/profile", "--window-size=1100,3000", f"--screenshot={folder}/shot.png", file.as_uri(),
+            browser,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--no-first-run",
+            "--disable-background-networking",
+            f"--user-data-dir={folder}/profile",
+            "--window-size=1100,3000",
+            f"--screenshot={folder}/shot.png",
+            file.as_uri(),
         ]
         timed("browser: start, open, draw, quit", lambda: subprocess.run(command, capture_output=True, check=True))
 
@@ -65,25 +73,56 @@ def write(path: Path, steps: int, units: int) -> None:
     config = GNMRConfig(alpha=1.5, alpha_init_fraction=0.0, max_o=0.25)
     controller = Controller(units, config, total_steps=steps)
     rows = [
-        {"index": i, "layer": i, "name": f"model.layers.{i}", "recoverable": True, "bytes_low": 1, "bytes_recovery": 2,
-         "bytes_added": 2}
+        {
+            "index": i,
+            "layer": i,
+            "name": f"model.layers.{i}",
+            "recoverable": True,
+            "bytes_low": 1,
+            "bytes_recovery": 2,
+            "bytes_added": 2,
+        }
         for i in range(units)
     ]
-    writer = TraceWriter(path, {
-        "units": rows, "config": config.to_dict(), "max_o": controller.max_o, "trigger": "gnmr", "trigger_options": {},
-        "backend": "int8", "census": {"path": "made up"}, "run_id": "x", "total_steps": steps,
-    })
+    writer = TraceWriter(
+        path,
+        {
+            "units": rows,
+            "config": config.to_dict(),
+            "max_o": controller.max_o,
+            "trigger": "gnmr",
+            "trigger_options": {},
+            "backend": "int8",
+            "census": {"path": "made up"},
+            "run_id": "x",
+            "total_steps": steps,
+        },
+    )
     for step in range(1, steps + 1):
         norms = generator.gamma(20.0, 1 / 20.0, units) * np.where(generator.random(units) < 0.01, 3.0, 1.0)
         active = controller.active
         decision = controller.step(norms)
-        writer.write({
-            "step": step, "loss": 5.0 * step**-0.1, "grad_norm": float(np.linalg.norm(norms)), "norms": norms.tolist(),
-            "gnmr": decision.gnmr.tolist(), "delta_gnmr": decision.delta_gnmr.tolist(), "risk": decision.risk.tolist(),
-            "alpha": decision.alpha, "beta": decision.beta, "triggered": np.flatnonzero(decision.triggered).tolist(),
-            "active": np.flatnonzero(active).tolist(), "micro_batches": 1, "skipped": None, "update_withheld": False,
-            "step_ms": 100.0, "controller_ms": 0.1, "recovery_bytes": 2 * int(active.sum()),
-        })
+        writer.write(
+            {
+                "step": step,
+                "loss": 5.0 * step**-0.1,
+                "grad_norm": float(np.linalg.norm(norms)),
+                "norms": norms.tolist(),
+                "gnmr": decision.gnmr.tolist(),
+                "delta_gnmr": decision.delta_gnmr.tolist(),
+                "risk": decision.risk.tolist(),
+                "alpha": decision.alpha,
+                "beta": decision.beta,
+                "triggered": np.flatnonzero(decision.triggered).tolist(),
+                "active": np.flatnonzero(active).tolist(),
+                "micro_batches": 1,
+                "skipped": None,
+                "update_withheld": False,
+                "step_ms": 100.0,
+                "controller_ms": 0.1,
+                "recovery_bytes": 2 * int(active.sum()),
+            }
+        )
     writer.close()
 
 

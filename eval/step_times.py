@@ -71,7 +71,11 @@ def step_times(recipe: Recipe, rounds: int) -> dict[str, dict]:
                     _, bare, _ = take_over(model, recipe.gnmr, Options(layers=recipe.model.layers, **switched))
                 elif side != "plain":
                     session = GNMRSession(
-                        model, recipe.gnmr, total_steps=1000, trigger=side, trigger_options=more.get(side, {}),
+                        model,
+                        recipe.gnmr,
+                        total_steps=1000,
+                        trigger=side,
+                        trigger_options=more.get(side, {}),
                         **switched,
                     )
                 steps = [one(side, 4 * round_ + i, session) for i in range(4)]
@@ -104,5 +108,3 @@ def _resident_peak(reset: bool = False) -> float:
     except OSError:
         return math.nan
     return 1024 * float(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
-
-

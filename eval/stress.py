@@ -149,9 +149,13 @@ def overrides_of(job: Job, options: argparse.Namespace) -> list[str]:
     """What a job changes in the recipe."""
     arm = job.arm
     changes = [
-        *options.overrides, f"training.output_dir={options.out / job.name}", f"training.seed={job.seed}", "run.resume=false",
+        *options.overrides,
+        f"training.output_dir={options.out / job.name}",
+        f"training.seed={job.seed}",
+        "run.resume=false",
         *format_overrides(job.form),
-        "training.disable_tqdm=true", f"trigger.name={'none' if arm.trigger == 'exact' else arm.trigger}",
+        "training.disable_tqdm=true",
+        f"trigger.name={'none' if arm.trigger == 'exact' else arm.trigger}",
     ]
     if arm.trigger == "exact":  # the plain model: nothing is switched, norms are traced
         changes = [c for c in changes if not c.startswith(("backend.", "trigger."))] + ["backend.name=none"]
@@ -361,7 +365,8 @@ def read(options: argparse.Namespace, job: Job) -> dict | None:
     wanted, there = (
         dataclasses.asdict(recipe)
         for recipe in (
-            load_recipe(find_recipe(options.recipe), overrides_of(job, options)), load_recipe(folder / "recipe.yaml")
+            load_recipe(find_recipe(options.recipe), overrides_of(job, options)),
+            load_recipe(folder / "recipe.yaml"),
         )
     )
     for recipe in (wanted, there):

@@ -98,23 +98,39 @@ def rows_of(runs: dict[Job, dict]) -> list[dict]:
             values = [f[key] for f in by_seed.values() if f.get(key) is not None]
             return statistics.mean(values) if values else None
 
-        rows.append({
-            "format": form, "max_o": max_o, "arm": arm.label, "seeds": sorted(ours), "diverged": len(ours) - len(finite),
-            "loss": statistics.mean(finite) if finite else None,
-            "loss_sd": statistics.stdev(finite) if len(finite) > 1 else None,
-            "perplexity": statistics.mean(map(_exp, finite)) if finite else None,
-            "perplexity_sd": statistics.stdev(map(_exp, finite)) if len(finite) > 1 else None,
-            "against_none": None if arm.trigger == "none" else paired(ours, low),
-            "against_all": None if arm.trigger == "all" else paired(ours, high),
-            "against_random": paired(ours, _control(cells, form, max_o, arm)),
-            "against_listed": paired(ours, always),
-            "gap_closed": gap_closed(ours, low, high), "lifted": _mean_shares([f["lifted"] for f in by_seed.values()]),
-            "hit_max_o_rate": None if arm.free_of_max_o else mean("hit_max_o_rate"),
-            **{key: mean(key) for key in (
-                "promotion_ratio", "gnmr_exceedance", "delta_gnmr_exceedance", "controller_share",
-                "peak_saved_bytes", "peak_recovery_bytes", "trigger_bytes", "gss_max",
-            )},
-        })
+        rows.append(
+            {
+                "format": form,
+                "max_o": max_o,
+                "arm": arm.label,
+                "seeds": sorted(ours),
+                "diverged": len(ours) - len(finite),
+                "loss": statistics.mean(finite) if finite else None,
+                "loss_sd": statistics.stdev(finite) if len(finite) > 1 else None,
+                "perplexity": statistics.mean(map(_exp, finite)) if finite else None,
+                "perplexity_sd": statistics.stdev(map(_exp, finite)) if len(finite) > 1 else None,
+                "against_none": None if arm.trigger == "none" else paired(ours, low),
+                "against_all": None if arm.trigger == "all" else paired(ours, high),
+                "against_random": paired(ours, _control(cells, form, max_o, arm)),
+                "against_listed": paired(ours, always),
+                "gap_closed": gap_closed(ours, low, high),
+                "lifted": _mean_shares([f["lifted"] for f in by_seed.values()]),
+                "hit_max_o_rate": None if arm.free_of_max_o else mean("hit_max_o_rate"),
+                **{
+                    key: mean(key)
+                    for key in (
+                        "promotion_ratio",
+                        "gnmr_exceedance",
+                        "delta_gnmr_exceedance",
+                        "controller_share",
+                        "peak_saved_bytes",
+                        "peak_recovery_bytes",
+                        "trigger_bytes",
+                        "gss_max",
+                    )
+                },
+            }
+        )
     return rows
 
 
@@ -128,7 +144,8 @@ def _control(cells: dict[tuple, dict[int, dict]], form: str, max_o: int | None, 
     if matched is None:
         ratio = statistics.mean(f.get("promotion_ratio") or 0.0 for f in cells[form, max_o, arm].values())
         drawn = {
-            a.ratio: found for (f, m, a), found in cells.items()
+            a.ratio: found
+            for (f, m, a), found in cells.items()
             # A given ratio is drawn alike under every maxO that allows it.
             if f == form and a.ratio is not None and (m == max_o or arm.free_of_max_o)
         }
@@ -161,9 +178,12 @@ def paired(ours: dict[int, float], theirs: dict[int, float]) -> dict | None:
     free = len(differences) - 1
     error = statistics.stdev(differences) / math.sqrt(len(differences)) if free else None
     return {
-        "mean": statistics.mean(differences), "stderr": error, "seeds": len(seeds),
+        "mean": statistics.mean(differences),
+        "stderr": error,
+        "seeds": len(seeds),
         "detectable": None if error is None else (t_quantile(0.975, free) + t_quantile(0.8, free)) * error,
-        "better": sum(d < 0 for d in differences), "diverged": diverged,
+        "better": sum(d < 0 for d in differences),
+        "diverged": diverged,
     }
 
 
@@ -237,13 +257,16 @@ def markdown(table: dict, options: argparse.Namespace, wanted: int) -> str:
             f"{len(r['seeds'])}{', ' + str(r['diverged']) + ' diverged' if r['diverged'] else ''}",
             f"{number(r['perplexity'], 3)} ({number(r['perplexity_sd'], 3)})",
             f"{number(r['loss'])} ({number(r['loss_sd'])})",
-            *(difference(r[f"against_{name}"]) for name in ("none", "all", "random", "listed")), gap(r["gap_closed"]),
+            *(difference(r[f"against_{name}"]) for name in ("none", "all", "random", "listed")),
+            gap(r["gap_closed"]),
         ]
         for r in rows
     ]
     control = [
         [
-            share(r["promotion_ratio"]), share(r["hit_max_o_rate"]), share(r["gnmr_exceedance"]),
+            share(r["promotion_ratio"]),
+            share(r["hit_max_o_rate"]),
+            share(r["gnmr_exceedance"]),
             share(r["delta_gnmr_exceedance"]),
             *("–" if r[k] is None else f"{r[k]:,.0f}" for k in ("peak_saved_bytes", "peak_recovery_bytes", "trigger_bytes")),
             share(r["controller_share"]),
@@ -252,25 +275,51 @@ def markdown(table: dict, options: argparse.Namespace, wanted: int) -> str:
         for r in rows
     ]
     lines = table_of(
-        ["format", "maxO", "arm", "seeds", "perplexity (sd)", "loss (sd)", "loss − none", "loss − all", "loss − random",
-         "loss − listed", "gap closed"],
+        [
+            "format",
+            "maxO",
+            "arm",
+            "seeds",
+            "perplexity (sd)",
+            "loss (sd)",
+            "loss − none",
+            "loss − all",
+            "loss − random",
+            "loss − listed",
+            "gap closed",
+        ],
         [a + b for a, b in zip(first, quality, strict=True)],
     )
     lines += [
-        "", "± is the standard error of the difference paired by seed; detectable: the effect that a t test at 5% finds "
+        "",
+        "± is the standard error of the difference paired by seed; detectable: the effect that a t test at 5% finds "
         "with about 80% power. Random: as many units, drawn anew each step; listed: as many, always those the arm lifted "
         "most. Gap closed: (ppl none − ppl) / (ppl none − ppl all) of the means, 95% by Fieller's method.",
         "",
     ]
     lines += table_of(
-        ["format", "maxO", "arm", "promotion ratio", "hit-maxO", "GNMR ≥ α", "ΔGNMR ≥ β", "saved bytes, peak", "ΔM, peak",
-         "trigger's state, bytes", "control", "lifted, by kind"],
+        [
+            "format",
+            "maxO",
+            "arm",
+            "promotion ratio",
+            "hit-maxO",
+            "GNMR ≥ α",
+            "ΔGNMR ≥ β",
+            "saved bytes, peak",
+            "ΔM, peak",
+            "trigger's state, bytes",
+            "control",
+            "lifted, by kind",
+        ],
         [a + b for a, b in zip(first, control, strict=True)],
     )
     if table["step_times"]:
         lines += [
-            "", f"Step time against the plain model ({options.formats[0]}, {options.times} rounds, one thread), median "
-            "(quartiles):", "",
+            "",
+            f"Step time against the plain model ({options.formats[0]}, {options.times} rounds, one thread), median "
+            "(quartiles):",
+            "",
         ]
         for side, t in table["step_times"].items():
             grown = "" if math.isnan(t["peak_bytes"]) else f"; the process grows by {t['peak_bytes'] / 1e6:.1f} MB"
@@ -279,5 +328,3 @@ def markdown(table: dict, options: argparse.Namespace, wanted: int) -> str:
     if there < wanted:
         lines += ["", f"{wanted - there} of {wanted} runs are not there yet."]
     return "\n".join(lines)
-
-

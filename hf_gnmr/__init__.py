@@ -35,8 +35,12 @@ __all__ = [
 ]
 
 _WITH_TORCH = {
-    "GNMRCallback": "callback", "GNMRSession": "session", "GNMRTrainerMixin": "trainer", "last_checkpoint": "folder",
-    "quantize_int8": "backends.convert", "restore_plain": "backends.switchable",
+    "GNMRCallback": "callback",
+    "GNMRSession": "session",
+    "GNMRTrainerMixin": "trainer",
+    "last_checkpoint": "folder",
+    "quantize_int8": "backends.convert",
+    "restore_plain": "backends.switchable",
 }
 """Imported when they are asked for, so that traces are read, replayed and shown without torch being loaded."""
 

@@ -141,9 +141,7 @@ def base_config() -> LlamaConfig:
     return build_config(build_tokenizer())
 
 
-def pretrained_base(
-    cache_dir: str | os.PathLike[str] | None = None, *, steps: int | None = None, seed: int = 0
-) -> Path:
+def pretrained_base(cache_dir: str | os.PathLike[str] | None = None, *, steps: int | None = None, seed: int = 0) -> Path:
     """The folder of the pre-trained base model: from the cache if it is there, otherwise trained now.
 
     The folder holds BF16 weights, configuration, tokenizer and ``pretraining.json``, which tells how the
@@ -206,9 +204,7 @@ def _fast_bf16() -> bool:
     return bool(supported is not None and supported())
 
 
-def _pretrain(
-    folder: Path, tokenizer: PreTrainedTokenizerFast, config: LlamaConfig, steps: int, seed: int
-) -> None:
+def _pretrain(folder: Path, tokenizer: PreTrainedTokenizerFast, config: LlamaConfig, steps: int, seed: int) -> None:
     """Pre-train on the CPU and write everything into ``folder``."""
     start = time.perf_counter()
     with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it is

@@ -31,7 +31,9 @@ from .trace import TraceError, plain, printable, write_text
 FIRST_PHASES = (0.1, 0.05, 0.025)
 """Shares of the steps that may get an α of their own, the paper's 0.025 among them."""
 TARGETS = {
-    "promotion_ratio": "promotion ratio", "bytes_per_step": "ΔM a step, mean", "exceedance": "exceedance of α and of β",
+    "promotion_ratio": "promotion ratio",
+    "bytes_per_step": "ΔM a step, mean",
+    "exceedance": "exceedance of α and of β",
 }
 TOLERANCE = 0.1
 """Relative distance from the target, on the steps that were fitted to, up to which it counts as met."""
@@ -124,8 +126,14 @@ def calibrate(
     tenth = np.minimum(np.arange(size) * 10 // size, 9)
     fitted = figure(found, fit)
     return Proposal(
-        target, wanted, found.config.to_dict(), fitted, figure(found, held), abs(fitted / wanted - 1) <= TOLERANCE,
-        [figure(found, tenth == i) for i in range(10)], (int(fit.sum()), int(held.sum())),
+        target,
+        wanted,
+        found.config.to_dict(),
+        fitted,
+        figure(found, held),
+        abs(fitted / wanted - 1) <= TOLERANCE,
+        [figure(found, tenth == i) for i in range(10)],
+        (int(fit.sum()), int(held.sum())),
     )
 
 
@@ -241,8 +249,12 @@ def main(argv: list[str] | None = None) -> int:
             value = float(parse_bytes("--bytes-per-step", value))
         series = read_series(options.trace, strict=False)
         found = calibrate(
-            series, target, value, held_out=options.held_out,
-            beta=None if options.beta is None else options.beta == "on", max_o=options.max_o,
+            series,
+            target,
+            value,
+            held_out=options.held_out,
+            beta=None if options.beta is None else options.beta == "on",
+            max_o=options.max_o,
         )
         command = shlex.join(["hf-gnmr", "calibrate", *(sys.argv[1:] if argv is None else argv)])
         extends = options.extends

@@ -85,9 +85,20 @@ class GNMRCallback(TrainerCallback, ExportableState):
     ) -> None:
         self.config = make_config(config, settings, "GNMRCallback")
         self.options = Options(
-            backend=backend, trigger=trigger, trigger_options=trigger_options or {}, recovery=recovery,
-            recovery_source=recovery_source, max_recovery_memory=max_recovery_memory, pin_memory=pin_memory, layers=layers,
-            eval_path=eval_path, unit=unit, bits_low=bits_low, bits_recovery=bits_recovery, format=format, emulate=emulate,
+            backend=backend,
+            trigger=trigger,
+            trigger_options=trigger_options or {},
+            recovery=recovery,
+            recovery_source=recovery_source,
+            max_recovery_memory=max_recovery_memory,
+            pin_memory=pin_memory,
+            layers=layers,
+            eval_path=eval_path,
+            unit=unit,
+            bits_low=bits_low,
+            bits_recovery=bits_recovery,
+            format=format,
+            emulate=emulate,
         )
         if trace_path is not None and trace_path is not False and not isinstance(trace_path, (str, os.PathLike)):
             raise ConfigError(f"trace_path={trace_path!r}: a path, None or False is allowed")
@@ -127,9 +138,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
 
     # -- Trainer events ------------------------------------------------------------------------------------------
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.detach()
         self.session, self._detached = None, False
         if state.max_steps < 1:
@@ -201,9 +210,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
             save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, partial, metadata=marks)
             os.replace(partial, folder / SIGNAL_FILE)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.session is not None:
             self.session.close()
 
@@ -228,7 +235,8 @@ class GNMRCallback(TrainerCallback, ExportableState):
                 "config": self.config.to_dict(),
                 **options,
                 "recovery_source": None if source is None else str(source),
-                "trace_path": self.trace_path if isinstance(self.trace_path, bool) or self.trace_path is None
+                "trace_path": self.trace_path
+                if isinstance(self.trace_path, bool) or self.trace_path is None
                 else str(self.trace_path),
             },
             "attributes": {

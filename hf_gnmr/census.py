@@ -27,9 +27,7 @@ def take_census(units: Sequence[Unit], backend: Backend, controller: Controller)
     }
 
 
-def trace_header(
-    units: Sequence[Unit], backend: Backend, controller: Controller, census: dict[str, Any]
-) -> dict[str, Any]:
+def trace_header(units: Sequence[Unit], backend: Backend, controller: Controller, census: dict[str, Any]) -> dict[str, Any]:
     """The header's fields that do not depend on the Trainer."""
     return {
         "units": [

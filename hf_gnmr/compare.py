@@ -45,9 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def write(
-    folders: list[Path], against: str | None, output: Path | None, shown: set[tuple[str, str]] | None = None
-) -> None:
+def write(folders: list[Path], against: str | None, output: Path | None, shown: set[tuple[str, str]] | None = None) -> None:
     """Print the table of these folders, and write it to `output`, where an earlier one of other rows is moved aside.
 
     Args:
@@ -98,7 +96,9 @@ def load_results(folder: Path) -> dict[str, list[Result]]:
 def _results_in(root: Path) -> list[Result]:
     # Not those that were moved aside (gsm8k.1.json).
     files = [
-        file for precision in PRECISIONS for file in sorted((root / precision).glob("*.json"))
+        file
+        for precision in PRECISIONS
+        for file in sorted((root / precision).glob("*.json"))
         if not re.search(r"\.[0-9]+\.json$", file.name)
     ]
     results = [read_json(file) for file in files]
@@ -112,9 +112,7 @@ def model_of(result: Result) -> str:
     return json.dumps([key.get(k) for k in parts], sort_keys=True)
 
 
-def compare(
-    folders: list[Path], against: str | None = None, shown: set[tuple[str, str]] | None = None
-) -> dict[str, Any]:
+def compare(folders: list[Path], against: str | None = None, shown: set[tuple[str, str]] | None = None) -> dict[str, Any]:
     """Rows (model and precision), columns (task and metric), cells with differences from the reference row.
 
     Results of one folder that are not of the same model, or not in the same dtype, are rows of their own.
@@ -131,7 +129,8 @@ def compare(
     named = _names(list(placed))
     rows = {
         named[place] + (f", model {i} of {len(models)}" if len(models) > 1 else ""): results
-        for place, models in placed.items() for i, results in enumerate(models.values(), 1)
+        for place, models in placed.items()
+        for i, results in enumerate(models.values(), 1)
     }
     in_bf16 = [name for name, results in rows.items() if results[0]["in_bf16"]]
     reference = against or (in_bf16[0] if in_bf16 else None)
@@ -143,13 +142,20 @@ def compare(
             for metric, value in result["metrics"].items():
                 column = f"{result['task']} {metric}"
                 cell = {
-                    "value": float(value), "n": result["n"],
+                    "value": float(value),
+                    "n": result["n"],
                     "stderr": standard_error(metric, result["per_item"][metric], result["per_item_weight"]),
-                    "shots": result["shots"], "limit": result["key"]["limit"], "smoke": result["smoke"],
-                    "model": result["model"], "truncated": result.get("truncated", 0), "lm_eval": result["lm_eval"],
-                    "files": result["key"]["files"], "dtype": result["key"]["dtype"],
+                    "shots": result["shots"],
+                    "limit": result["key"]["limit"],
+                    "smoke": result["smoke"],
+                    "model": result["model"],
+                    "truncated": result.get("truncated", 0),
+                    "lm_eval": result["lm_eval"],
+                    "files": result["key"]["files"],
+                    "dtype": result["key"]["dtype"],
                     "settings": {
-                        k: v for k, v in (*result["key"].items(), ("block", result.get("block")))
+                        k: v
+                        for k, v in (*result["key"].items(), ("block", result.get("block")))
                         if k in ("block", "stride", "chat_template", "max_gen_tokens") and v
                     },
                 }
@@ -161,7 +167,10 @@ def compare(
     columns = list(dict.fromkeys(column for row in cells.values() for column in row))
     smoke = [column for column in columns if any(row[column]["smoke"] for row in cells.values() if column in row)]
     return {
-        "reference": reference, "columns": columns, "rows": cells, "smoke": smoke,
+        "reference": reference,
+        "columns": columns,
+        "rows": cells,
+        "smoke": smoke,
         "without_effect": [name for name, results in rows.items() if any(r["adapter_effect"] == 0.0 for r in results)],
         "versions": {"lm_eval": first["lm_eval"], **first["machine"]["packages"]},
         "test": f"paired bootstrap over items, {DRAWS} draws, seed 0, 95%",
@@ -187,8 +196,10 @@ def difference(ours: Result, theirs: Result, metric: str) -> dict[str, Any] | No
     """
     hashes, weight = theirs["item_hash"], theirs["per_item_weight"]
     items = [
-        item for item in ours["per_item"].get(metric, {})
-        if item in theirs["per_item"].get(metric, {}) and ours["item_hash"].get(item) == hashes.get(item)
+        item
+        for item in ours["per_item"].get(metric, {})
+        if item in theirs["per_item"].get(metric, {})
+        and ours["item_hash"].get(item) == hashes.get(item)
         and ours["per_item_weight"].get(f"{metric}|{item}") == weight.get(f"{metric}|{item}")
     ]
     a = np.array([float(ours["per_item"][metric][item]) for item in items])
@@ -207,7 +218,10 @@ def difference(ours: Result, theirs: Result, metric: str) -> dict[str, Any] | No
         drawn.append(apart(index))
     low, high = np.quantile(np.concatenate(drawn), [0.025, 0.975])
     return {
-        "value": float(apart(np.arange(len(items)))), "low": float(low), "high": float(high), "items": len(items),
+        "value": float(apart(np.arange(len(items)))),
+        "low": float(low),
+        "high": float(high),
+        "items": len(items),
         "within_noise": bool(low <= 0.0 <= high) if len(items) >= LEAST else None,
     }
 
@@ -244,7 +258,8 @@ def markdown(table: dict[str, Any]) -> str:
             f"n {c['n']}, shots {', '.join(map(str, c['shots']))}{', limit ' + str(c['limit']) if c['limit'] else ''}, "
             f"{''.join(f'{k} {v}, ' for k, v in c['settings'].items())}"
             f"{str(c['truncated']) + ' prompts cut on the left, ' if c['truncated'] else ''}{_source(c['files'])}"
-            for cells in table["rows"].values() if (c := cells.get(column))
+            for cells in table["rows"].values()
+            if (c := cells.get(column))
         )
         lines.append(f"{column}: {'; '.join(asked)}." + (" NOT THE SAME ITEMS in all rows." if len(asked) > 1 else ""))
     for name, cells in table["rows"].items():
@@ -268,18 +283,47 @@ def as_csv(table: dict[str, Any]) -> str:
     """One line a cell."""
     out = io.StringIO()
     writer = csv.writer(out)
-    writer.writerow([
-        "method", "metric", "value", "stderr", "n", "shots", "limit", "settings", "dtype", "difference", "low", "high",
-        "items", "within_noise", "lm_eval",
-    ])
+    writer.writerow(
+        [
+            "method",
+            "metric",
+            "value",
+            "stderr",
+            "n",
+            "shots",
+            "limit",
+            "settings",
+            "dtype",
+            "difference",
+            "low",
+            "high",
+            "items",
+            "within_noise",
+            "lm_eval",
+        ]
+    )
     for name, cells in table["rows"].items():
         for column, cell in cells.items():
             d = cell.get("difference") or {}
-            writer.writerow([
-                name, column, cell["value"], cell["stderr"], cell["n"], "/".join(map(str, cell["shots"])), cell["limit"],
-                " ".join(f"{k}={v}" for k, v in cell["settings"].items()), cell["dtype"],
-                d.get("value"), d.get("low"), d.get("high"), d.get("items"), d.get("within_noise"), cell["lm_eval"],
-            ])
+            writer.writerow(
+                [
+                    name,
+                    column,
+                    cell["value"],
+                    cell["stderr"],
+                    cell["n"],
+                    "/".join(map(str, cell["shots"])),
+                    cell["limit"],
+                    " ".join(f"{k}={v}" for k, v in cell["settings"].items()),
+                    cell["dtype"],
+                    d.get("value"),
+                    d.get("low"),
+                    d.get("high"),
+                    d.get("items"),
+                    d.get("within_noise"),
+                    cell["lm_eval"],
+                ]
+            )
     return out.getvalue()
 
 

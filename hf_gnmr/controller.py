@@ -215,9 +215,7 @@ class Controller:
         """Whether the coming step is to run in 16 bits throughout, whatever the recovery path is."""
         return False
 
-    def step(
-        self, norms: ArrayLike, seen: ArrayLike | None = None, signal: ArrayLike | None = None
-    ) -> Decision:
+    def step(self, norms: ArrayLike, seen: ArrayLike | None = None, signal: ArrayLike | None = None) -> Decision:
         """Read the norms of one optimizer step and decide about the next one.
 
         Args:
@@ -242,9 +240,7 @@ class Controller:
         measured = None if signal is None else np.asarray(signal, dtype=np.float64)
         triggered, seated = self._choose(gnmr, risk, there, measured)
         self.active = self._paths(seated)
-        return Decision(
-            self.steps_done, alpha, beta, gnmr, delta_gnmr, risk, triggered, self.active.copy(), there
-        )
+        return Decision(self.steps_done, alpha, beta, gnmr, delta_gnmr, risk, triggered, self.active.copy(), there)
 
     def _choose(self, gnmr: Floats, risk: Floats, seen: Bools, signal: Floats | None) -> tuple[Bools, Bools]:
         """Triggered and seated units."""

@@ -108,7 +108,9 @@ class Listed(Controller):
             )
         # As with `random`: a resumed run is held to what a trace came to.
         self.given = {
-            "units": [self.names[unit] for unit in self._order], "promotion_ratio": float(ratio), "trace": None,
+            "units": [self.names[unit] for unit in self._order],
+            "promotion_ratio": float(ratio),
+            "trace": None,
         }
 
     def _matching(self, patterns: Sequence[str]) -> list[int]:
@@ -166,9 +168,13 @@ def _most_lifted(path: str, names: Sequence[str], recoverable: Bools) -> tuple[l
     """Indices of the recoverable units, those first that a trace over the same units lifted in the most steps, and its
     promotion ratio."""
     series, rows = _after_warm_up(path)
-    ours, theirs = ([(name, bool(able)) for name, able in zip(*both, strict=True)] for both in (
-        ([printable(name) for name in names], recoverable), (series.names, series.recoverable),
-    ))
+    ours, theirs = (
+        [(name, bool(able)) for name, able in zip(*both, strict=True)]
+        for both in (
+            ([printable(name) for name in names], recoverable),
+            (series.names, series.recoverable),
+        )
+    )
     if ours != theirs:
         unit = next((pair for pair in zip(theirs, ours, strict=False) if pair[0] != pair[1]), None)
         if unit is None:

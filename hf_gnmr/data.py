@@ -156,20 +156,20 @@ def encode(rows: list[dict[str, str]], tokenizer: Any, max_length: int) -> tuple
         text = row["prompt"] + row["answer"]
         tokens = tokenizer(text, return_offsets_mapping=True)
         boundary = len(row["prompt"])
-        start = next(
-            (i for i, (_, end) in enumerate(tokens["offset_mapping"]) if end > boundary), len(tokens["input_ids"])
-        )
+        start = next((i for i, (_, end) in enumerate(tokens["offset_mapping"]) if end > boundary), len(tokens["input_ids"]))
         prompt, answer = tokens["input_ids"][:start], tokens["input_ids"][start:]
         if answer[-1:] != [tokenizer.eos_token_id]:
             answer = [*answer, tokenizer.eos_token_id]
         prompt, answer = _cut(prompt, answer, max_length, counts)
         counts.tokens += len(prompt) + len(answer)
         counts.answer_tokens += len(answer)
-        encoded.append({
-            "input_ids": prompt + answer,
-            "attention_mask": [1] * (len(prompt) + len(answer)),
-            "labels": [IGNORED] * len(prompt) + answer,
-        })
+        encoded.append(
+            {
+                "input_ids": prompt + answer,
+                "attention_mask": [1] * (len(prompt) + len(answer)),
+                "labels": [IGNORED] * len(prompt) + answer,
+            }
+        )
     return Dataset.from_list(encoded), counts
 
 

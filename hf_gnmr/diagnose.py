@@ -59,7 +59,11 @@ def diagnose(series: Series) -> list[Finding]:
         raise ConfigError(f"{series.path}: no step that counts or no recoverable unit: there is nothing to diagnose")
     units = by_unit(series)
     return [
-        efficacy(series), concentration_bound(series), history_mean(series), overlap(series, units), chosen(series, units),
+        efficacy(series),
+        concentration_bound(series),
+        history_mean(series),
+        overlap(series, units),
+        chosen(series, units),
         oscillation(series),
     ]
 
@@ -80,18 +84,31 @@ def efficacy(series: Series) -> Finding:
     low, high = block_interval((selected & after).sum(axis=1), selected.sum(axis=1))
     names = [n for n, there in zip(series.names, mask.tolist(), strict=True) if there]
     units = [
-        {"name": name, "selections": int(s.sum()), "still_above": (above := int((s & a).sum())),
-         "interval": wilson(above, int(s.sum()))}
-        for name, s, a in zip(names, selected.T, after.T, strict=True) if s.any()
+        {
+            "name": name,
+            "selections": int(s.sum()),
+            "still_above": (above := int((s & a).sum())),
+            "interval": wilson(above, int(s.sum())),
+        }
+        for name, s, a in zip(names, selected.T, after.T, strict=True)
+        if s.any()
     ]
     rate = hits / number if number else None
     elsewhere = base / others if others else None
     figures = {
-        "selections": number, "pi": rate, "interval": [low, high], "rate_when_not_selected": elsewhere, "units": units,
+        "selections": number,
+        "pi": rate,
+        "interval": [low, high],
+        "rate_when_not_selected": elsewhere,
+        "units": units,
     }
     if rate is None or number < FEW:
-        return Finding("controller efficacy (Theorem 1)", figures, f"{number} selections: too few to tell",
-                       "Lower α, or trace more steps, before anything is concluded.")
+        return Finding(
+            "controller efficacy (Theorem 1)",
+            figures,
+            f"{number} selections: too few to tell",
+            "Lower α, or trace more steps, before anything is concluded.",
+        )
     says = (
         f"π = {rate:.1%} (95%: {low:.1%} to {high:.1%}) of {number} selections were still above the threshold one step "
         f"later; of units that were not selected {0.0 if elsewhere is None else elsewhere:.1%} were above it"
@@ -133,8 +150,13 @@ def concentration_bound(series: Series) -> Finding:
     for row in table:
         first, second = bound_terms(largest, row["alpha"], kappas, counts) if math.isfinite(largest) else (0.0, 0.0)
         row |= {"bound": min(1.0, first + second), "first_term": first, "second_term": second}
-    figures = {"kappa_median": _median(kappas), "kappa_max": float(np.nanmax(kappas)), "largest_c": largest,
-               "largest_c_of_each_unit": of_each, "table": table}
+    figures = {
+        "kappa_median": _median(kappas),
+        "kappa_max": float(np.nanmax(kappas)),
+        "largest_c": largest,
+        "largest_c_of_each_unit": of_each,
+        "table": table,
+    }
     told = ", ".join(f"α {r['alpha']:g}: {r['measured']:.2%} measured, bound {r['bound']:.2%}" for r in table)
     middle, worst = _median(kappas), float(np.nanmax(kappas))
     says = (

@@ -74,7 +74,8 @@ def main(argv: list[str] | None = None) -> int:
         if any(request.name != "wikitext_tokens" for request in requests) and not importlib.util.find_spec("lm_eval"):
             raise ConfigError("these tasks need lm-eval: pip install 'hf-gnmr[eval]'")
         for option, given, names in (
-            ("--shots", options.shots is not None, ("gsm8k", "mmlu")), ("--chat-template", options.chat_template, NAMES[:3]),
+            ("--shots", options.shots is not None, ("gsm8k", "mmlu")),
+            ("--chat-template", options.chat_template, NAMES[:3]),
             ("--block", options.block is not None, ("wikitext_tokens",)),
             ("--stride", options.stride is not None, ("wikitext_tokens",)),
             ("--max-gen-tokens", options.max_gen_tokens is not None, ("gsm8k",)),
@@ -156,8 +157,13 @@ def plan_of(
     wanted = []
     for request in requests:
         key = {
-            **identity, "precision": precision, "task": request.label, "limit": options.limit, "dtype": options.dtype,
-            "files": fingerprint(request, options.data), "lm_eval": version_of("lm_eval"),
+            **identity,
+            "precision": precision,
+            "task": request.label,
+            "limit": options.limit,
+            "dtype": options.dtype,
+            "files": fingerprint(request, options.data),
+            "lm_eval": version_of("lm_eval"),
         }
         if request.name == "wikitext_tokens":
             key |= {"block": options.block, "stride": options.stride}
@@ -227,12 +233,25 @@ def evaluate(
         if file.is_file():
             os.replace(file, free_name(file))
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, {
-            "run": subject.label, "base": subject.section.name, "precision": precision, "model": what, "task": request.label,
-            "in_bf16": not subject.int8 and options.dtype == "bfloat16", "smoke": options.data == BUILTIN, "key": key,
-            "adapter_effect": effect, "seconds": round(time.perf_counter() - start, 1), "batch_size": options.batch_size,
-            "machine": machine(), "lm_eval": version_of("lm_eval"), **found,
-        })
+        write_json(
+            file,
+            {
+                "run": subject.label,
+                "base": subject.section.name,
+                "precision": precision,
+                "model": what,
+                "task": request.label,
+                "in_bf16": not subject.int8 and options.dtype == "bfloat16",
+                "smoke": options.data == BUILTIN,
+                "key": key,
+                "adapter_effect": effect,
+                "seconds": round(time.perf_counter() - start, 1),
+                "batch_size": options.batch_size,
+                "machine": machine(),
+                "lm_eval": version_of("lm_eval"),
+                **found,
+            },
+        )
         print(f"  {', '.join(f'{k} {v:.4f}' for k, v in found['metrics'].items())} (n {found['n']}) -> {file}", flush=True)
     # Adapted models are cycles: without a collection the next run's model would be loaded beside this one.
     del model

@@ -48,13 +48,32 @@ def pyplot() -> Any:
     matplotlib.use("Agg", force=True)
     from matplotlib import pyplot as plt
 
-    plt.rcParams.update({
-        "svg.fonttype": "none", "svg.hashsalt": "hf_gnmr", "text.parse_math": False, "font.size": 10, "axes.titlesize": 10,
-        "axes.titlelocation": "left", "font.family": "sans-serif", "figure.facecolor": "none", "axes.facecolor": "none",
-        "savefig.facecolor": "none", "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": FAINT,
-        "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False,
-        "grid.color": FAINT, "grid.alpha": 0.35, "grid.linewidth": 0.6, "legend.frameon": False, "figure.dpi": 100,
-    })
+    plt.rcParams.update(
+        {
+            "svg.fonttype": "none",
+            "svg.hashsalt": "hf_gnmr",
+            "text.parse_math": False,
+            "font.size": 10,
+            "axes.titlesize": 10,
+            "axes.titlelocation": "left",
+            "font.family": "sans-serif",
+            "figure.facecolor": "none",
+            "axes.facecolor": "none",
+            "savefig.facecolor": "none",
+            "text.color": INK,
+            "axes.labelcolor": INK,
+            "axes.edgecolor": FAINT,
+            "xtick.color": INK,
+            "ytick.color": INK,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "grid.color": FAINT,
+            "grid.alpha": 0.35,
+            "grid.linewidth": 0.6,
+            "legend.frameon": False,
+            "figure.dpi": 100,
+        }
+    )
     return plt
 
 
@@ -159,9 +178,7 @@ def _heat(
         picture[np.repeat(where, wide, axis=1)] = to_rgba(LIFTED)
         title += "; blue bars: on the recovery path"
     edges = columns.edges - 0.5
-    axis.imshow(
-        picture, aspect="auto", interpolation="none", extent=(edges[0], edges[-1], rows - 0.5, -0.5), origin="upper"
-    )
+    axis.imshow(picture, aspect="auto", interpolation="none", extent=(edges[0], edges[-1], rows - 0.5, -0.5), origin="upper")
     broken = np.isinf(shown)
     if broken.any():
         column, row = np.nonzero(broken)
@@ -201,7 +218,12 @@ def short_name(name: str) -> str:
 
 
 def _curve(
-    axis: Any, values: np.ndarray, given: np.ndarray, columns: Columns, color: str, label: str | None = None,
+    axis: Any,
+    values: np.ndarray,
+    given: np.ndarray,
+    columns: Columns,
+    color: str,
+    label: str | None = None,
     style: str = "-",
 ) -> None:
     """A thin line through each column's lowest and highest value, a bold moving mean, and crosses where not finite."""
@@ -308,9 +330,7 @@ def comparison(runs: Sequence[Series], labels: Sequence[str]) -> Any:
         columns = Columns.of(series)
         # matplotlib leaves names that begin with an underscore out of a legend.
         _curve(axes[0], series.loss, series.loss_given, columns, color, printable(f" {label}", 60), style)
-        axes[1].plot(
-            columns.middle, moving_mean(share_active(series), columns), color=color, linestyle=style, linewidth=1.4
-        )
+        axes[1].plot(columns.middle, moving_mean(share_active(series), columns), color=color, linestyle=style, linewidth=1.4)
     axes[0].set_title("loss (bold: moving mean)")
     axes[1].set_title("share of units on the recovery path (moving mean)")
     axes[1].set_xlabel("optimizer step")
@@ -322,6 +342,8 @@ def comparison(runs: Sequence[Series], labels: Sequence[str]) -> Any:
 
 
 OF_A_RUN: dict[str, Callable[[Series], Any]] = {
-    "timeline": timeline, "histograms": histograms, "exceedance": exceedances,
+    "timeline": timeline,
+    "histograms": histograms,
+    "exceedance": exceedances,
 }
 """The figures of one run, by name."""

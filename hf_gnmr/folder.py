@@ -78,9 +78,7 @@ class OutputFolder:
                 )
             return
         if not is_whole(self.checkpoint):
-            raise RecipeError(
-                f"run.resume={str(run.resume)!r}: not a whole checkpoint (it takes {', '.join(CHECKPOINT)})"
-            )
+            raise RecipeError(f"run.resume={str(run.resume)!r}: not a whole checkpoint (it takes {', '.join(CHECKPOINT)})")
         if found and self.checkpoint.resolve().parent != self.path.resolve():
             raise RecipeError(
                 f"run.resume={str(run.resume)!r} belongs to another folder, and training.output_dir={str(self.path)!r} "

@@ -132,8 +132,10 @@ def line_of(header: dict[str, Any], record: dict[str, Any]) -> str:
     risk = [(-math.inf if r is None else float(r), i) for i, r in enumerate(record["risk"])]
     top, unit = max(risk)
     parts += [
-        f"grad {_number(record['grad_norm'])}", f"lifted {len(record['active'])} (maxO {header['max_o']})",
-        f"triggered {len(record['triggered'])}", f"highest R {top:.2f} ({header['units'][unit]['name']})",
+        f"grad {_number(record['grad_norm'])}",
+        f"lifted {len(record['active'])} (maxO {header['max_o']})",
+        f"triggered {len(record['triggered'])}",
+        f"highest R {top:.2f} ({header['units'][unit]['name']})",
     ]
     return "  ".join(parts)
 

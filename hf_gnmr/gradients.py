@@ -67,7 +67,11 @@ class GradientNorms:
     """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[Unit], scaler: Any = None, signal: Signal | None = None,
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        scaler: Any = None,
+        signal: Signal | None = None,
         accumulation: int = 1,
     ) -> None:
         of_units = [p for unit in units for p in unit.parameters]

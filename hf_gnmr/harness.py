@@ -25,7 +25,11 @@ def block_of(config: Any, options: argparse.Namespace) -> int:
 
 
 def run_task(
-    model: Any, tokenizer: Any, request: Request, tasks: dict[str, Any], options: argparse.Namespace,
+    model: Any,
+    tokenizer: Any,
+    request: Request,
+    tasks: dict[str, Any],
+    options: argparse.Namespace,
     autocast: torch.dtype | None = None,
 ) -> dict[str, Any]:
     """`metrics`, `stderr`, `n`, `shots`, `per_item` (metric -> scores by item) and what else belongs to the figures."""
@@ -38,7 +42,11 @@ def run_task(
     lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=options.batch_size, mixed_precision_dtype=autocast)
     shots = options.shots if request.name in ("gsm8k", "mmlu") else None
     found = evaluator.simple_evaluate(
-        model=lm, tasks=list(tasks.values()), num_fewshot=shots, limit=options.limit, bootstrap_iters=1000,
+        model=lm,
+        tasks=list(tasks.values()),
+        num_fewshot=shots,
+        limit=options.limit,
+        bootstrap_iters=1000,
         apply_chat_template=options.chat_template,
         gen_kwargs=f"max_gen_toks={options.max_gen_tokens}" if request.name == "gsm8k" else None,
     )
@@ -66,12 +74,18 @@ def run_task(
     stderr = {name: standard_error(name, items, weights) for name, items in per_item.items()}
     fewshot = {task: config.get("num_fewshot") for task, config in found["configs"].items()}
     return {
-        "metrics": metrics, "stderr": stderr, "n": len(next(iter(per_item.values()))),
+        "metrics": metrics,
+        "stderr": stderr,
+        "n": len(next(iter(per_item.values()))),
         "shots": sorted({0 if n is None else n for n in fewshot.values()}),
-        "subtasks": {task: {k: v for k, v in figures.items() if isinstance(v, float)}
-                     for task, figures in found["results"].items()},
+        "subtasks": {
+            task: {k: v for k, v in figures.items() if isinstance(v, float)} for task, figures in found["results"].items()
+        },
         "truncated": truncated_items(lm, request, found["samples"], options.max_gen_tokens),
-        "per_item": per_item, "per_item_weight": weights, "item_hash": hashes, "answers": answers,
+        "per_item": per_item,
+        "per_item_weight": weights,
+        "item_hash": hashes,
+        "answers": answers,
     }
 
 
@@ -99,19 +113,26 @@ def _tokens(model: Any, tokenizer: Any, request: Request, options: argparse.Name
     text = text_of(options.data)
     block = block_of(model.config, options)
     task = own_task("wikitext_tokens")
-    blocks = list(tqdm(
-        task.token_perplexity(model, tokenizer, text, block=block, stride=options.stride, limit=options.limit), unit="block",
-        desc="token perplexity",
-    ))
+    blocks = list(
+        tqdm(
+            task.token_perplexity(model, tokenizer, text, block=block, stride=options.stride, limit=options.limit),
+            unit="block",
+            desc="token perplexity",
+        )
+    )
     if not blocks:
         raise ConfigError(f"{request.label}: the text has no token to score")
     name = "token_perplexity"
     items = {f"block/{i}": -b["nll"] for i, b in enumerate(blocks)}
     weights = {f"{name}|block/{i}": b["tokens"] for i, b in enumerate(blocks)}
     return {
-        "metrics": {name: task.perplexity(blocks)}, "stderr": {name: standard_error(name, items, weights)},
-        "n": len(blocks), "shots": [0], "block": block,
+        "metrics": {name: task.perplexity(blocks)},
+        "stderr": {name: standard_error(name, items, weights)},
+        "n": len(blocks),
+        "shots": [0],
+        "block": block,
         "tokens": int(sum(b["tokens"] for b in blocks)),
-        "per_item": {name: items}, "per_item_weight": weights,
+        "per_item": {name: items},
+        "per_item_weight": weights,
         "item_hash": {f"block/{i}": b["hash"] for i, b in enumerate(blocks)},
     }

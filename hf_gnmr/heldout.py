@@ -38,20 +38,28 @@ def perplexity_figures(trainer: Trainer, recipe: Recipe) -> dict[str, Any]:
     """
     arguments = trainer.args
     a_step = (
-        arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+        arguments.per_device_train_batch_size
+        * arguments.gradient_accumulation_steps
+        * arguments.world_size
         * recipe.data.max_length
     )
     evaluations = [
         {
-            "step": line["step"], "tokens": line["step"] * a_step, "loss": line["eval_loss"],
+            "step": line["step"],
+            "tokens": line["step"] * a_step,
+            "loss": line["eval_loss"],
             "perplexity": perplexity_of(line["eval_loss"]),
         }
-        for line in trainer.state.log_history if "eval_loss" in line
+        for line in trainer.state.log_history
+        if "eval_loss" in line
     ]
     loss = trainer.evaluate()["eval_loss"]
     return {
-        "eval_loss": loss, "eval_perplexity": perplexity_of(loss), "eval_blocks": len(trainer.eval_dataset),
-        "tokens": trainer.state.global_step * a_step, "evaluations": evaluations,
+        "eval_loss": loss,
+        "eval_perplexity": perplexity_of(loss),
+        "eval_blocks": len(trainer.eval_dataset),
+        "tokens": trainer.state.global_step * a_step,
+        "evaluations": evaluations,
     }
 
 

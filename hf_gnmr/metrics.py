@@ -47,8 +47,15 @@ def summarise(trace: Trace | Series, last_step: int | None = None) -> dict[str, 
         "units": len(units),
         "recoverable_units": int(mask.sum()),
         "max_o": max_o,
-        **decision_figures(series.active[counted], series.gnmr[counted], series.delta_gnmr[counted], series.alpha[counted],
-                           series.beta[counted], mask, max_o),
+        **decision_figures(
+            series.active[counted],
+            series.gnmr[counted],
+            series.delta_gnmr[counted],
+            series.alpha[counted],
+            series.beta[counted],
+            mask,
+            max_o,
+        ),
         "switches": int((series.active[1:] ^ series.active[:-1])[series.adjacent].sum()),
         "dwell": dwell(series.active, series.adjacent),
         "steps_on_recovery_by_layer": dict(by_layer),
@@ -156,20 +163,25 @@ def by_unit(series: Series) -> list[dict[str, Any]]:
     table = []
     for i, unit in enumerate(series.header["units"]):
         hit, finite = triggered[:, i], gnmr[:, i][np.isfinite(gnmr[:, i])]
-        table.append({
-            "unit": i, "name": unit["name"], "layer": unit["layer"], "recoverable": bool(unit["recoverable"]),
-            "triggers": int(hit.sum()),
-            "by_gnmr": int((hit & over_alpha[:, i] & ~over_beta[:, i] & ~broken[:, i]).sum()),
-            "by_delta_gnmr": int((hit & over_beta[:, i] & ~over_alpha[:, i]).sum()),
-            "by_both": int((hit & over_alpha[:, i] & over_beta[:, i] & ~broken[:, i]).sum()),
-            "not_finite": int((hit & broken[:, i]).sum()),
-            "steps_on_recovery": int(lifted[i]),
-            "share_on_recovery": _share(int(lifted[i]), len(norms)),
-            "switches": int(switched[i]),
-            "mean_dwell": _share(sum(runs[i]), len(runs[i])),
-            "mean_norm": _mean(norms[:, i]),
-            "max_gnmr": float(finite.max()) if len(finite) else None,
-        })
+        table.append(
+            {
+                "unit": i,
+                "name": unit["name"],
+                "layer": unit["layer"],
+                "recoverable": bool(unit["recoverable"]),
+                "triggers": int(hit.sum()),
+                "by_gnmr": int((hit & over_alpha[:, i] & ~over_beta[:, i] & ~broken[:, i]).sum()),
+                "by_delta_gnmr": int((hit & over_beta[:, i] & ~over_alpha[:, i]).sum()),
+                "by_both": int((hit & over_alpha[:, i] & over_beta[:, i] & ~broken[:, i]).sum()),
+                "not_finite": int((hit & broken[:, i]).sum()),
+                "steps_on_recovery": int(lifted[i]),
+                "share_on_recovery": _share(int(lifted[i]), len(norms)),
+                "switches": int(switched[i]),
+                "mean_dwell": _share(sum(runs[i]), len(runs[i])),
+                "mean_norm": _mean(norms[:, i]),
+                "max_gnmr": float(finite.max()) if len(finite) else None,
+            }
+        )
     return table
 
 

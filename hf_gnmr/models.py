@@ -35,9 +35,7 @@ def model_source(section: ModelSection) -> str:
     return os.path.expanduser(section.name)
 
 
-def check_depth(
-    source: str, section: ModelSection, gnmr: GNMRConfig | None, lora: LoraSection | None
-) -> None:
+def check_depth(source: str, section: ModelSection, gnmr: GNMRConfig | None, lora: LoraSection | None) -> None:
     """Hold what is counted in layers against the depth in the model's configuration, before its weights are loaded.
 
     Raises:
@@ -46,9 +44,7 @@ def check_depth(
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(
-            source, revision=section.revision, trust_remote_code=section.trust_remote_code
-        )
+        config = AutoConfig.from_pretrained(source, revision=section.revision, trust_remote_code=section.trust_remote_code)
     except (OSError, ValueError) as error:
         raise RecipeError(f"model.name={section.name!r}: its configuration cannot be loaded: {error}") from error
     for key, value in (section.architecture or {}).items():
@@ -147,9 +143,7 @@ def load_base(source: str, section: ModelSection, backend: str, dtype: torch.dty
 
     options: dict[str, Any] = {}
     if backend == "int8":
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_8bit=True, llm_int8_threshold=section.llm_int8_threshold
-        )
+        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=section.llm_int8_threshold)
     try:
         return AutoModelForCausalLM.from_pretrained(
             source,

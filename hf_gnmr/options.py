@@ -91,7 +91,9 @@ class Options:
                 "their own to measure; use unit='experts'"
             )
         check_options(
-            recovery=self.recovery, recovery_source=self.recovery_source, eval_path=self.eval_path,
+            recovery=self.recovery,
+            recovery_source=self.recovery_source,
+            eval_path=self.eval_path,
             pin_memory=self.pin_memory,
         )
         if self.layers is not None and not isinstance(self.layers, str):
@@ -112,7 +114,6 @@ class Options:
                     f"max_recovery_memory={self.max_recovery_memory!r} bounds what chosen units add; there is nothing to "
                     f"bound with backend={self.backend!r}, recovery={self.recovery!r}, trigger={self.trigger!r}"
                 )
-
 
     def _refuse_what_says_nothing(self) -> None:
         """Options of another backend than the one that was chosen."""
@@ -145,9 +146,7 @@ def make_config(config: GNMRConfig | dict[str, Any] | None, settings: dict[str, 
     return config or GNMRConfig(**settings)
 
 
-def take_over(
-    model: nn.Module, config: GNMRConfig, options: Options
-) -> tuple[list[Unit], Backend, GNMRConfig]:
+def take_over(model: nn.Module, config: GNMRConfig, options: Options) -> tuple[list[Unit], Backend, GNMRConfig]:
     """Find the units of `model` and make them switchable, or refuse (`Backend.remove` undoes it).
 
     Returns:
@@ -177,14 +176,17 @@ def trigger_over(
         ConfigError: options that do not fit these units.
     """
     return make_trigger(
-        options.trigger, len(units), config, total_steps=total_steps, recoverable=backend.recoverable,
-        options=options.trigger_options, names=[unit.name for unit in units],
+        options.trigger,
+        len(units),
+        config,
+        total_steps=total_steps,
+        recoverable=backend.recoverable,
+        options=options.trigger_options,
+        names=[unit.name for unit in units],
     )
 
 
-def within_budget(
-    config: GNMRConfig, options: Options, bounds: Sequence[int], *, holds_all: bool
-) -> GNMRConfig:
+def within_budget(config: GNMRConfig, options: Options, bounds: Sequence[int], *, holds_all: bool) -> GNMRConfig:
     """`config` with a max_o that the model and `max_recovery_memory` allow: any choice of so many units fits.
 
     Args:

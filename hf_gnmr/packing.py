@@ -116,7 +116,8 @@ def documents(section: DataSection, split: str) -> Iterator[str]:
     try:
         table = (
             load_dataset(loader, data_files={split: os.fspath(path)}, split=split)
-            if loader else load_dataset(section.name, section.subset, split=split)
+            if loader
+            else load_dataset(section.name, section.subset, split=split)
         )
     except Exception as error:  # the loaders raise whatever their file systems and parsers raise
         raise RecipeError(f"data.name={section.name!r}, split {split!r}: cannot be loaded: {error}") from error
@@ -133,9 +134,7 @@ def _column(section: DataSection, names: list[str]) -> str:
     return section.text
 
 
-def _blocks(
-    texts: Iterable[str], tokenizer: Any, length: int, most: int | None = None
-) -> tuple[np.ndarray, TextCounts]:
+def _blocks(texts: Iterable[str], tokenizer: Any, length: int, most: int | None = None) -> tuple[np.ndarray, TextCounts]:
     """(blocks, length) int32, the first `most` of them."""
     parts: list[np.ndarray] = []
     number = tokens = 0

@@ -86,9 +86,7 @@ def plan(recipe: Recipe, *, processes: int = 1, rows: int | None = None) -> dict
     low = sum(m.weight.numel() + 4 * m.out_features for m in switched)
     rest = _bytes(p for name, p in base.named_parameters() if ".lora_" not in name and id(p) not in counted)
 
-    units = [
-        [m for m in unit.module.modules() if isinstance(m, bnb.nn.Linear8bitLt)] for unit in unit_list
-    ]
+    units = [[m for m in unit.module.modules() if isinstance(m, bnb.nn.Linear8bitLt)] for unit in unit_list]
     sizes = [sum(2 * m.weight.numel() for m in modules) for modules in units]
     recoverable = sorted((size for size in sizes if size), reverse=True)
     max_o = _max_o(recipe, recoverable, cast)
@@ -107,10 +105,16 @@ def plan(recipe: Recipe, *, processes: int = 1, rows: int | None = None) -> dict
         "INT8": {"weights": low + rest, "recovery": 0, "host_bytes": 0, "moved": 0},
         "INT8, recovery=host on a GPU": {"weights": low + rest, "recovery": slots, "host_bytes": 0, "moved": slots},
         "INT8, recovery=host on a GPU, pinned": {
-            "weights": low + rest, "recovery": slots, "host_bytes": 2 * in_units, "moved": slots,
+            "weights": low + rest,
+            "recovery": slots,
+            "host_bytes": 2 * in_units,
+            "moved": slots,
         },
         "INT8, recovery=host on a CPU": {
-            "weights": low + rest, "recovery": 2 * in_units if cast else slots, "host_bytes": 0, "moved": 0,
+            "weights": low + rest,
+            "recovery": 2 * in_units if cast else slots,
+            "host_bytes": 0,
+            "moved": 0,
         },
         "INT8, recovery=device": {"weights": low + rest, "recovery": residual, "host_bytes": 0, "moved": 0},
         "INT8, recovery=dequantize": {"weights": low + rest, "recovery": 0, "host_bytes": 0, "moved": 0},

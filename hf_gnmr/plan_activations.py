@@ -52,7 +52,10 @@ def plan_activations(recipe: Recipe, config: Any, where: str, per_parameter: flo
             if half:  # autocast's products, and so the inputs that they keep, are in 16 bits
                 model = model.to(torch.bfloat16)
             backend = ActivationBackend(
-                model, units, bits_low=backend_section.bits_low, bits_recovery=backend_section.bits_recovery,
+                model,
+                units,
+                bits_low=backend_section.bits_low,
+                bits_recovery=backend_section.bits_recovery,
                 format=backend_section.format,
             )
             for name, active in (("low", False), ("recovery", True)):
@@ -69,9 +72,16 @@ def plan_activations(recipe: Recipe, config: Any, where: str, per_parameter: flo
     state = None if per_parameter is None else int(per_parameter * size / 4)
     training = recipe.training
     return {
-        "architecture": where, "parameters": parameters, "trainable_parameters": numbers, "units": len(units),
-        "max_o": max_o, "most_lifted": lifted, "unit_names": [units[0].name, units[-1].name],
-        "weight_bytes": weights + (size if recipe.lora is not None else 0), "gradient_bytes": size, "optimizer_bytes": state,
+        "architecture": where,
+        "parameters": parameters,
+        "trainable_parameters": numbers,
+        "units": len(units),
+        "max_o": max_o,
+        "most_lifted": lifted,
+        "unit_names": [units[0].name, units[-1].name],
+        "weight_bytes": weights + (size if recipe.lora is not None else 0),
+        "gradient_bytes": size,
+        "optimizer_bytes": state,
         "saved_bytes": saved,
         "micro_batch_tokens": training.get("per_device_train_batch_size", 8) * recipe.data.max_length,
         "device_bytes": weights + (size if recipe.lora is not None else 0) + size + (state or 0) + saved.get("low", 0),
@@ -121,8 +131,12 @@ def most_lifted(recipe: Recipe, names: list[str], recoverable: list[bool], max_o
         at_most = count
     if trigger.name in ("listed", "random") and count:
         control = make_trigger(
-            trigger.name, len(names), GNMRConfig(alpha_init_fraction=0.0, max_o=max_o), recoverable=np.array(recoverable),
-            options=trigger.options(), names=names,
+            trigger.name,
+            len(names),
+            GNMRConfig(alpha_init_fraction=0.0, max_o=max_o),
+            recoverable=np.array(recoverable),
+            options=trigger.options(),
+            names=names,
         )
         at_most = control.most_active()
     return count if recipe.gnmr.fidelity_warmup else at_most

@@ -52,8 +52,15 @@ class Replay:
         recorded = series.active[rows][counted]
         differing = (active[counted] ^ recorded)[:, mask]
         return {
-            **decision_figures(active[counted], self.gnmr[rows][counted], self.delta_gnmr[rows][counted],
-                               self.alpha[rows][counted], self.beta[rows][counted], mask, self.max_o),
+            **decision_figures(
+                active[counted],
+                self.gnmr[rows][counted],
+                self.delta_gnmr[rows][counted],
+                self.alpha[rows][counted],
+                self.beta[rows][counted],
+                mask,
+                self.max_o,
+            ),
             "switches": int((active[1:] ^ active[:-1])[adjacent].sum()),
             "mean_dwell": dwell(active, adjacent)["mean"],
             "mean_recovery_bytes": mean_recovery_bytes(series, active, rows),
@@ -126,14 +133,19 @@ class _Recorded(RiskMonitor):
 def recorded(series: Series) -> Replay:
     """What the trace itself says."""
     return Replay(
-        recorded_config(series), int(series.header["max_o"]), series.gnmr, series.delta_gnmr, series.risk, series.alpha,
-        series.beta, series.triggered, series.active,
+        recorded_config(series),
+        int(series.header["max_o"]),
+        series.gnmr,
+        series.delta_gnmr,
+        series.risk,
+        series.alpha,
+        series.beta,
+        series.triggered,
+        series.active,
     )
 
 
-def controller_of(
-    series: Series, changes: Mapping[str, Any] | None = None, *, recorded_trigger: bool = False
-) -> Controller:
+def controller_of(series: Series, changes: Mapping[str, Any] | None = None, *, recorded_trigger: bool = False) -> Controller:
     """The controller that a trace was written by, with some settings changed.
 
     Raises:
@@ -153,7 +165,12 @@ def controller_of(
         raise ConfigError(f"{series.path}: the header does not say the options of trigger {trigger!r} (an older trace)")
     total = series.header.get("total_steps")
     return make_trigger(
-        trigger, len(series.names), config, total_steps=total, recoverable=series.recoverable, options=options,
+        trigger,
+        len(series.names),
+        config,
+        total_steps=total,
+        recoverable=series.recoverable,
+        options=options,
         names=series.names,
     )
 
@@ -237,8 +254,14 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status (2: something to mend)."""
     parser = argparse.ArgumentParser(prog="hf-gnmr replay", description="A trace's norms under other settings.")
     parser.add_argument("trace", help="trace.jsonl, or the folder of a run")
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE[,VALUE...]", dest="settings",
-                        help="a field of GNMRConfig; several values make a grid")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE[,VALUE...]",
+        dest="settings",
+        help="a field of GNMRConfig; several values make a grid",
+    )
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     options = parser.parse_args(argv)
     try:
@@ -277,9 +300,15 @@ def in_words(series: Series, rows: list[dict[str, Any]], told: list[str]) -> lis
         return f"{value:.2f}" if key == "mean_dwell" else f"{value:.2%}"
 
     columns = {
-        "settings": "settings", "promotion_ratio": "promotion", "hit_max_o_rate": "hit-maxO", "gnmr_exceedance": "GNMR ≥ α",
-        "delta_gnmr_exceedance": "ΔGNMR ≥ β", "switches": "switches", "mean_dwell": "dwell",
-        "mean_recovery_bytes": "ΔM, mean", "unit_steps_as_recorded": "as recorded",
+        "settings": "settings",
+        "promotion_ratio": "promotion",
+        "hit_max_o_rate": "hit-maxO",
+        "gnmr_exceedance": "GNMR ≥ α",
+        "delta_gnmr_exceedance": "ΔGNMR ≥ β",
+        "switches": "switches",
+        "mean_dwell": "dwell",
+        "mean_recovery_bytes": "ΔM, mean",
+        "unit_steps_as_recorded": "as recorded",
     }
     cells = [[row["settings"], *(cell(key, row[key]) for key in list(columns)[1:])] for row in rows]
     sizes = [max(len(line[i]) for line in (list(columns.values()), *cells)) for i in range(len(columns))]

@@ -27,14 +27,29 @@ from .trace import TraceError, printable, write_text
 MANY = 48
 """Units above which the table shows the busiest and folds the rest away."""
 SHOWN = (
-    ("backend", "backend"), ("trigger", "trigger"), ("steps", "steps"), ("skipped_steps", "skipped"),
-    ("missing_steps", "missing"), ("non_finite_steps", "not finite"), ("units", "units"), ("max_o", "maxO"),
-    ("promotion_ratio", "promotion ratio"), ("hit_max_o_rate", "hit-maxO rate"), ("gnmr_exceedance", "GNMR ≥ α"),
-    ("delta_gnmr_exceedance", "ΔGNMR ≥ β"), ("switches", "switches"), ("mean_dwell", "mean dwell, steps"),
-    ("peak_recovery_bytes", "ΔM, peak bytes"), ("recovery_bytes_bound", "ΔM, bound"), ("resident_bytes", "resident bytes"),
-    ("peak_saved_bytes", "saved activations, peak bytes"), ("gss_max", "global spike score, highest"),
-    ("controller_ms", "controller, ms a step"), ("controller_share", "controller, share of the step"),
-    ("first_loss", "first loss"), ("last_loss", "last loss"),
+    ("backend", "backend"),
+    ("trigger", "trigger"),
+    ("steps", "steps"),
+    ("skipped_steps", "skipped"),
+    ("missing_steps", "missing"),
+    ("non_finite_steps", "not finite"),
+    ("units", "units"),
+    ("max_o", "maxO"),
+    ("promotion_ratio", "promotion ratio"),
+    ("hit_max_o_rate", "hit-maxO rate"),
+    ("gnmr_exceedance", "GNMR ≥ α"),
+    ("delta_gnmr_exceedance", "ΔGNMR ≥ β"),
+    ("switches", "switches"),
+    ("mean_dwell", "mean dwell, steps"),
+    ("peak_recovery_bytes", "ΔM, peak bytes"),
+    ("recovery_bytes_bound", "ΔM, bound"),
+    ("resident_bytes", "resident bytes"),
+    ("peak_saved_bytes", "saved activations, peak bytes"),
+    ("gss_max", "global spike score, highest"),
+    ("controller_ms", "controller, ms a step"),
+    ("controller_share", "controller, share of the step"),
+    ("first_loss", "first loss"),
+    ("last_loss", "last loss"),
 )
 """Rows of the table of runs: keys of the summary, and their names."""
 SHARES = ("promotion_ratio", "hit_max_o_rate", "gnmr_exceedance", "delta_gnmr_exceedance", "controller_share")
@@ -80,7 +95,7 @@ def page(runs: list[Series], labels: list[str]) -> str:
     count = "one run" if len(runs) == 1 else f"{len(runs)} runs"
     parts = [f"<h1>GNMR report</h1><p class=note>hf_gnmr {html.escape(__version__)}; {count}, from the traces</p>"]
     for series, label in zip(runs, labels, strict=True):
-        parts += [f'<p class=alarm>{html.escape(label)}: {html.escape(text)}</p>' for text in series.troubles]
+        parts += [f"<p class=alarm>{html.escape(label)}: {html.escape(text)}</p>" for text in series.troubles]
     parts.append(_runs_table(summaries, labels))
     above = [text for s, text in zip(summaries, labels, strict=True) if s["peak_recovery_bytes"] > s["recovery_bytes_bound"]]
     if above:
@@ -98,7 +113,8 @@ def page(runs: list[Series], labels: list[str]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>GNMR report: {html.escape(', '.join(labels))}</title><style>{STYLE}</style></head>\n<body>\n"
-        + "\n".join(parts) + "\n</body></html>\n"
+        + "\n".join(parts)
+        + "\n</body></html>\n"
     )
 
 
@@ -143,18 +159,33 @@ def _run(series: Series, label: str) -> str:
         except ConfigError as error:
             parts.append(f"<p class=note>{html.escape(str(error))}</p>")
         else:
-            parts.append("<h3>Diagnosis</h3><dl>" + "".join(
-                f"<dt>{html.escape(f.name)}</dt><dd>{html.escape(f.says)}</dd><dd class=do>{html.escape(f.advice)}</dd>"
-                for f in findings
-            ) + "</dl>")
+            parts.append(
+                "<h3>Diagnosis</h3><dl>"
+                + "".join(
+                    f"<dt>{html.escape(f.name)}</dt><dd>{html.escape(f.says)}</dd><dd class=do>{html.escape(f.advice)}</dd>"
+                    for f in findings
+                )
+                + "</dl>"
+            )
     parts.append("<h3>What ran</h3>" + _setup(series))
     return "\n".join(parts)
 
 
 def _units(series: Series) -> str:
     rows = by_unit(series)
-    head = ["unit", "on recovery", "triggers", "GNMR alone", "ΔGNMR alone", "both", "not finite", "switches", "mean dwell",
-            "highest GNMR", "mean norm"]
+    head = [
+        "unit",
+        "on recovery",
+        "triggers",
+        "GNMR alone",
+        "ΔGNMR alone",
+        "both",
+        "not finite",
+        "switches",
+        "mean dwell",
+        "highest GNMR",
+        "mean norm",
+    ]
 
     def cells(row: dict[str, Any]) -> list[str]:
         share = row["share_on_recovery"]
@@ -167,25 +198,42 @@ def _units(series: Series) -> str:
 
     if len(rows) <= MANY:
         return _table(head, [cells(row) for row in rows], "raw")
-    busiest = sorted(rows, key=lambda row: (-row["steps_on_recovery"], -row["triggers"], row["unit"]))[:MANY // 2]
+    busiest = sorted(rows, key=lambda row: (-row["steps_on_recovery"], -row["triggers"], row["unit"]))[: MANY // 2]
     return (
         f"<p class=note>the {len(busiest)} of {len(rows)} units that were on the recovery path the longest</p>"
         + _table(head, [cells(row) for row in busiest], "raw")
         + f"<details><summary>all {len(rows)} units</summary>"
-        + _table(head, [cells(row) for row in rows], "raw") + "</details>"
+        + _table(head, [cells(row) for row in rows], "raw")
+        + "</details>"
     )
 
 
 def _setup(series: Series) -> str:
     header = series.header
     census = header.get("census", {})
-    lines = [str(census["path"])] if "path" in census else [
-        f"low-cost path: {census.get('low_path', '–')}", f"recovery path: {census.get('recovery_path', '–')}",
-    ]
+    lines = (
+        [str(census["path"])]
+        if "path" in census
+        else [
+            f"low-cost path: {census.get('low_path', '–')}",
+            f"recovery path: {census.get('recovery_path', '–')}",
+        ]
+    )
     parts = [f"<p>{html.escape(line)}</p>" for line in lines]
-    parts.append(_folded("settings", json.dumps({**header.get("config", {}), "max_o": header.get("max_o"),
-                                                 "trigger": header.get("trigger"),
-                                                 "trigger_options": header.get("trigger_options", {})}, indent=1)))
+    parts.append(
+        _folded(
+            "settings",
+            json.dumps(
+                {
+                    **header.get("config", {}),
+                    "max_o": header.get("max_o"),
+                    "trigger": header.get("trigger"),
+                    "trigger_options": header.get("trigger_options", {}),
+                },
+                indent=1,
+            ),
+        )
+    )
     parts.append(_folded("census", json.dumps(census, indent=1)))
     for name, title in (("recipe.yaml", "recipe, as resolved"), ("environment.json", "environment")):
         file = series.path.parent / name
@@ -204,7 +252,7 @@ def _svg(figure: Any, describes: str) -> str:
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     figures.pyplot().close(figure)
     svg = text.getvalue()
-    svg = svg[svg.index("<svg"):]
+    svg = svg[svg.index("<svg") :]
     mark = f"f{next(_NUMBERS)}-"  # several figures stand in one page
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{mark}", svg)
     svg = svg.replace(figures.INK, "var(--ink)").replace(figures.FAINT, "var(--faint)")
@@ -276,7 +324,9 @@ def save_figures(runs: list[Series], labels: list[str], folder: Path, formats: l
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {
         f"{_file_name(label)}_{name}": (draw, series)
-        for series, label in zip(runs, labels, strict=True) if len(series) for name, draw in figures.OF_A_RUN.items()
+        for series, label in zip(runs, labels, strict=True)
+        if len(series)
+        for name, draw in figures.OF_A_RUN.items()
     }
     written = []
     for name, (draw, series) in drawn.items():

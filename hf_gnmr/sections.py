@@ -97,7 +97,9 @@ OF_BACKEND = {
 }
 """Options that not every backend has."""
 UNITS = {
-    "activation": ("projection", "layer"), "fp8": ("layer", "experts", "expert"), "lowbit": ("layer", "experts", "expert"),
+    "activation": ("projection", "layer"),
+    "fp8": ("layer", "experts", "expert"),
+    "lowbit": ("layer", "experts", "expert"),
 }
 """Kinds of unit that a backend has, its default first; the others' units are decoder layers."""
 

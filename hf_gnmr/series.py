@@ -19,8 +19,17 @@ from .controller import Bools, Floats
 from .trace import Trace, TraceError, TraceLines, check_header
 
 SCALARS = (
-    "step", "loss", "grad_norm", "alpha", "beta", "step_ms", "controller_ms", "recovery_bytes", "saved_bytes",
-    "saved_tokens", "update_withheld",
+    "step",
+    "loss",
+    "grad_norm",
+    "alpha",
+    "beta",
+    "step_ms",
+    "controller_ms",
+    "recovery_bytes",
+    "saved_bytes",
+    "saved_tokens",
+    "update_withheld",
 )
 VECTORS = ("norms", "gnmr", "delta_gnmr", "risk", "signal")
 SETS = ("triggered", "active")
@@ -215,9 +224,7 @@ class _Lines:
         counted[list(self.reasons)] = False
         withheld = np.nan_to_num(numbers.pop("update_withheld")) > 0
         step = numbers.pop("step").astype(np.int64)
-        return Series(
-            self.path, self.header, step, counted=counted, reasons=self.reasons, withheld=withheld, **numbers
-        )
+        return Series(self.path, self.header, step, counted=counted, reasons=self.reasons, withheld=withheld, **numbers)
 
 
 def _number(value: Any) -> float:

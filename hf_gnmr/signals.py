@@ -210,9 +210,7 @@ class Jacobian(Signal):
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._norms: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in units]
-        self._handles = [
-            unit.module.register_full_backward_hook(self._hook(self._norms[i])) for i, unit in enumerate(units)
-        ]
+        self._handles = [unit.module.register_full_backward_hook(self._hook(self._norms[i])) for i, unit in enumerate(units)]
         self._home = units[0].parameters[0].device
         self.mark()
 
@@ -232,10 +230,13 @@ class Jacobian(Signal):
     def values(self, scale: Tensor, skips: bool = False) -> Tensor:
         self.seconds = 0.0
         zero = torch.zeros((), device=self._home)
-        squares = torch.stack([
-            torch.stack([n.to(self._home) for n in kept]).square().sum() if kept else zero
-            for sides in self._norms for kept in sides
-        ])
+        squares = torch.stack(
+            [
+                torch.stack([n.to(self._home) for n in kept]).square().sum() if kept else zero
+                for sides in self._norms
+                for kept in sides
+            ]
+        )
         self.discard()
         if is_distributed():  # every rank must choose the same units
             torch.distributed.all_reduce(squares)

@@ -19,9 +19,7 @@ def smoke_rows(task: str) -> dict[str, list[dict[str, Any]]]:
             for split in ("train", "test")
         }
     if task == "mmlu":
-        return {
-            split: [_choice(generator, subject) for subject in SUBJECTS for _ in range(6)] for split in ("dev", "test")
-        }
+        return {split: [_choice(generator, subject) for subject in SUBJECTS for _ in range(6)] for split in ("dev", "test")}
     if task == "hellaswag":
         return {"validation": [_continuation(generator) for _ in range(8)]}
     return {"test": [{"page": page} for page in _articles(generator)]}
@@ -34,7 +32,9 @@ def _choice(generator: random.Random, subject: str) -> dict[str, Any]:
     generator.shuffle(choices)
     sign = "+" if subject == "sums" else "-"
     return {
-        "question": f"What is {a} {sign} {b}?", "subject": subject, "choices": [str(c) for c in choices],
+        "question": f"What is {a} {sign} {b}?",
+        "subject": subject,
+        "choices": [str(c) for c in choices],
         "answer": choices.index(right),
     }
 
@@ -42,14 +42,19 @@ def _choice(generator: random.Random, subject: str) -> dict[str, Any]:
 def _continuation(generator: random.Random) -> dict[str, Any]:
     name, thing = generator.choice(["Ada", "Ben", "Cem", "Dora"]), generator.choice(["kettle", "lamp", "gate", "drum"])
     endings = [
-        f"puts the {thing} back where it was.", "and and the of blue seven.", "is a number below four.",
+        f"puts the {thing} back where it was.",
+        "and and the of blue seven.",
+        "is a number below four.",
         f"because {thing} {thing} {thing}.",
     ]
     right = endings[0]
     generator.shuffle(endings)
     return {
-        "activity_label": f"Using a {thing}", "ctx_a": f"{name} takes the {thing} and uses it for a while.",
-        "ctx_b": "then the owner", "endings": endings, "label": endings.index(right),
+        "activity_label": f"Using a {thing}",
+        "ctx_a": f"{name} takes the {thing} and uses it for a while.",
+        "ctx_b": "then the owner",
+        "endings": endings,
+        "label": endings.index(right),
     }
 
 

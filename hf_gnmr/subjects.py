@@ -228,7 +228,8 @@ def adapter_effect(model: Any, autocast: torch.dtype | None = None) -> float:
     """Largest change of a logit that the adapter makes on a fixed input; 0.0: none."""
     ids = torch.arange(5, 21, device=model.device)[None]
     with (
-        torch.no_grad(), cast_notes_silenced(),
+        torch.no_grad(),
+        cast_notes_silenced(),
         torch.autocast(model.device.type, dtype=autocast, enabled=autocast is not None),
     ):
         on = model(input_ids=ids).logits

@@ -137,10 +137,7 @@ def fingerprint(request: Request, data: str | None) -> dict[str, str]:
     """The files a task reads, with a hash of each; what it reads otherwise."""
     if data is None or data == BUILTIN:
         return {"data": "Hub" if data is None else BUILTIN}
-    return {
-        f"{file.parent.name}/{file.name}": file_hash(file)
-        for file in data_files(request, Path(data)).values()
-    }
+    return {f"{file.parent.name}/{file.name}": file_hash(file) for file in data_files(request, Path(data)).values()}
 
 
 def pages(text: str) -> list[str]:
@@ -173,9 +170,7 @@ def splits_of(request: Request, data: str | None) -> dict[str, list[dict[str, An
     return _of_subject(request, rows, str(files.get("test")))
 
 
-def _of_subject(
-    request: Request, rows: dict[str, list[dict[str, Any]]], where: str
-) -> dict[str, list[dict[str, Any]]]:
+def _of_subject(request: Request, rows: dict[str, list[dict[str, Any]]], where: str) -> dict[str, list[dict[str, Any]]]:
     """Of MMLU's rows those of the subject that was asked for."""
     if request.subject is None:
         return rows
@@ -192,7 +187,8 @@ def _wrong(task: str, row: dict[str, Any]) -> str | None:
         texts = [name for name in FIELDS[task] if not isinstance(row[name], str)]
         return f"{texts[0]}={row[texts[0]]!r}: a text is allowed" if texts else None
     options, answer, names = (
-        (row["choices"], row["answer"], ("choices", "answer")) if task == "mmlu"
+        (row["choices"], row["answer"], ("choices", "answer"))
+        if task == "mmlu"
         else (row["endings"], row["label"], ("endings", "label"))
     )
     if not isinstance(options, list) or (len(options) != 4 if task == "mmlu" else len(options) < 2):
@@ -218,7 +214,9 @@ def harness_tasks(request: Request, data: str | None) -> dict[str, Any]:
         names = {request.name: splits}
     elif splits is None:
         names = dict.fromkeys(
-            name for name in manager.all_tasks if re.fullmatch(r"mmlu_[a-z_]+", name)
+            name
+            for name in manager.all_tasks
+            if re.fullmatch(r"mmlu_[a-z_]+", name)
             and (request.subject is None or name == f"mmlu_{request.subject}")
             and "default" in str(getattr(manager.task_index[name], "yaml_path", ""))
             and "dataset_name" in load_yaml(manager.task_index[name].yaml_path, resolve_func=False)  # a subject, no group
@@ -228,9 +226,7 @@ def harness_tasks(request: Request, data: str | None) -> dict[str, Any]:
     else:
         subjects = sorted({row["subject"] for row in splits["test"]})
         names = {
-            f"mmlu_{subject}": {
-                split: [row for row in rows if row["subject"] == subject] for split, rows in splits.items()
-            }
+            f"mmlu_{subject}": {split: [row for row in rows if row["subject"] == subject] for split, rows in splits.items()}
             for subject in subjects
         }
     found = {}

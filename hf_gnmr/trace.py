@@ -141,7 +141,12 @@ def check_header(header: dict[str, Any], path: Path) -> None:
 
 
 HEADER: dict[str, Any] = {
-    "config": dict, "max_o": int, "trigger": str, "backend": str, "census": dict, "total_steps": (int, type(None)),
+    "config": dict,
+    "max_o": int,
+    "trigger": str,
+    "backend": str,
+    "census": dict,
+    "total_steps": (int, type(None)),
 }
 """What a header holds, and of what type."""
 

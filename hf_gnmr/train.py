@@ -61,9 +61,7 @@ class Record(TrainerCallback):
     def __init__(self, recipe: Recipe, data: dict[str, int]) -> None:
         self.recipe, self.data = recipe, data
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
         folder = Path(args.output_dir)

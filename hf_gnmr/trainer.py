@@ -41,7 +41,6 @@ class GNMRTrainerMixin:
                 logs = {**logs, **callback.scalars()}
         super().log(logs, start_time)  # type: ignore[misc]
 
-
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
         """The Trainer's loading, and after it what the checkpoint holds under other names (fused experts)."""
         super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]

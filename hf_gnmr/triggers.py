@@ -147,7 +147,9 @@ class Static(Controller):
 
     def _more_state(self) -> dict[str, Any]:
         return {
-            "warmup_steps": self.warmup_steps, "gnmr_sum": self._sum.tolist(), "gnmr_n": self._count.tolist(),
+            "warmup_steps": self.warmup_steps,
+            "gnmr_sum": self._sum.tolist(),
+            "gnmr_n": self._count.tolist(),
             "fixed": None if self._fixed is None else self._fixed.tolist(),
         }
 
@@ -158,8 +160,14 @@ class Static(Controller):
 
 
 TRIGGERS: dict[str, type[Controller]] = {
-    "gnmr": Controller, "none": NoneLifted, "all": AllLifted, "gsnr": LowestGsnr, "jacobian": HighestGain, "static": Static,
-    "random": Random, "listed": Listed,
+    "gnmr": Controller,
+    "none": NoneLifted,
+    "all": AllLifted,
+    "gsnr": LowestGsnr,
+    "jacobian": HighestGain,
+    "static": Static,
+    "random": Random,
+    "listed": Listed,
 }
 
 

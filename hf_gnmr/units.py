@@ -163,8 +163,12 @@ def projections_of(module: nn.Module) -> list[tuple[str, nn.Linear]]:
     LoRA's B is not among them: its input has r columns. Nor are routers of experts.
     """
     return [
-        (name, m) for name, m in module.named_modules()
-        if isinstance(m, nn.Linear) and _plain(m) and m.weight.requires_grad and not re.search(r"(^|\.)lora_B(\.|$)", name)
+        (name, m)
+        for name, m in module.named_modules()
+        if isinstance(m, nn.Linear)
+        and _plain(m)
+        and m.weight.requires_grad
+        and not re.search(r"(^|\.)lora_B(\.|$)", name)
         and not _is_router(name)
     ]
 
@@ -181,7 +185,8 @@ def _is_router(name: str) -> bool:
 def linears_of(module: nn.Module) -> list[tuple[str, nn.Linear]]:
     """The plain linears of a layer or expert, trained or frozen, by name; adapters and routers are not among them."""
     return [
-        (name, m) for name, m in module.named_modules()
+        (name, m)
+        for name, m in module.named_modules()
         if isinstance(m, nn.Linear) and _plain(m) and not _is_router(name) and not re.search(r"(^|\.)lora_", name)
     ]
 
@@ -189,7 +194,8 @@ def linears_of(module: nn.Module) -> list[tuple[str, nn.Linear]]:
 def fused_experts_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Modules that hold all of a layer's experts in tensors of (experts, rows, columns), by name."""
     return [
-        (name, m) for name, m in module.named_modules()
+        (name, m)
+        for name, m in module.named_modules()
         if (name.rpartition(".")[2] in ("experts", "") or hasattr(m, "num_experts"))
         and any(p.ndim == 3 for p in m.parameters(recurse=False))
     ]
@@ -204,7 +210,8 @@ def find_experts(model: nn.Module, pattern: str | None = None, *, each: bool = F
     units: list[Unit] = []
     for unit in find_units(model, pattern):
         lists = [
-            (name, m) for name, m in unit.module.named_modules()
+            (name, m)
+            for name, m in unit.module.named_modules()
             if isinstance(m, nn.ModuleList) and name.rpartition(".")[2] == "experts"
         ]
         for name, experts in [*fused_experts_of(unit.module), *lists]:

@@ -38,10 +38,18 @@ PASSED_ON = ("compute_loss_func", "eval_dataset", "model_init", "optimizers")
 
 
 def tiny_config(**changes):
-    return LlamaConfig(**{
-        "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, **changes,
-    })
+    return LlamaConfig(
+        **{
+            "vocab_size": VOCABULARY,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "pad_token_id": 0,
+            **changes,
+        }
+    )
 
 
 def random_llama(dtype=torch.float32, **changes):
@@ -108,8 +116,16 @@ def trainer_for(tmp_path):
     def build(model, *callbacks, rows=None, trainer_class=Trainer, **changes):
         more = {key: changes.pop(key) for key in PASSED_ON if key in changes}
         arguments = {
-            "output_dir": str(tmp_path / "run"), "use_cpu": True, "report_to": [], "max_steps": 6, "save_strategy": "no",
-            "per_device_train_batch_size": 4, "learning_rate": 1e-3, "logging_steps": 1, "disable_tqdm": True, "seed": 0,
+            "output_dir": str(tmp_path / "run"),
+            "use_cpu": True,
+            "report_to": [],
+            "max_steps": 6,
+            "save_strategy": "no",
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
+            "disable_tqdm": True,
+            "seed": 0,
             **changes,
         }
         return trainer_class(
@@ -152,15 +168,31 @@ def recipe_file(tmp_path, tiny_lm, rows_file):
     import yaml
 
     file = tmp_path / "small.yaml"
-    file.write_text(yaml.safe_dump({
-        "model": {"name": tiny_lm},
-        "lora": {"r": 4, "lora_alpha": 8},
-        "data": {"name": rows_file, "prompt": "Question: {question}\nAnswer:", "answer": " {answer}", "max_length": 96},
-        "training": {
-            "output_dir": str(tmp_path / "run"), "max_steps": 6, "per_device_train_batch_size": 4, "learning_rate": 1e-3,
-            "logging_steps": 1, "save_strategy": "no", "report_to": "none", "seed": 0, "use_cpu": True,
-            "disable_tqdm": True,
-        },
-        "gnmr": {"max_o": 1, "alpha": 0.9, "alpha_init_fraction": 0.0},
-    }))
+    file.write_text(
+        yaml.safe_dump(
+            {
+                "model": {"name": tiny_lm},
+                "lora": {"r": 4, "lora_alpha": 8},
+                "data": {
+                    "name": rows_file,
+                    "prompt": "Question: {question}\nAnswer:",
+                    "answer": " {answer}",
+                    "max_length": 96,
+                },
+                "training": {
+                    "output_dir": str(tmp_path / "run"),
+                    "max_steps": 6,
+                    "per_device_train_batch_size": 4,
+                    "learning_rate": 1e-3,
+                    "logging_steps": 1,
+                    "save_strategy": "no",
+                    "report_to": "none",
+                    "seed": 0,
+                    "use_cpu": True,
+                    "disable_tqdm": True,
+                },
+                "gnmr": {"max_o": 1, "alpha": 0.9, "alpha_init_fraction": 0.0},
+            }
+        )
+    )
     return str(file)

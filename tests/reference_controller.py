@@ -10,8 +10,20 @@ from fractions import Fraction
 
 
 class ReferenceController:
-    def __init__(self, num_units, *, alpha, alpha_init, alpha_init_steps, beta, delta, max_o, t_lock,
-                 fidelity_warmup_steps=0, recoverable=None):
+    def __init__(
+        self,
+        num_units,
+        *,
+        alpha,
+        alpha_init,
+        alpha_init_steps,
+        beta,
+        delta,
+        max_o,
+        t_lock,
+        fidelity_warmup_steps=0,
+        recoverable=None,
+    ):
         self.units = range(num_units)
         self.alpha, self.alpha_init, self.alpha_init_steps = alpha, alpha_init, alpha_init_steps
         self.beta, self.delta, self.max_o, self.t_lock = beta, delta, max_o, t_lock
@@ -35,7 +47,7 @@ class ReferenceController:
                 g = d = math.inf
             else:
                 g = ratio(n, mean(self.norms[b])) if self.norms[b] else 1.0
-                recent = self.gnmrs[b][-self.delta:]
+                recent = self.gnmrs[b][-self.delta :]
                 d = ratio(g, mean(recent)) if recent else 1.0
                 self.norms[b].append(n)
                 self.gnmrs[b].append(g)
@@ -51,8 +63,14 @@ class ReferenceController:
             active = [b for b in self.units if self.recoverable[b]]
         else:
             active = sorted(seats)
-        return {"alpha": alpha, "gnmr": gnmr, "delta_gnmr": delta_gnmr, "risk": risk,
-                "triggered": triggered, "active": active}
+        return {
+            "alpha": alpha,
+            "gnmr": gnmr,
+            "delta_gnmr": delta_gnmr,
+            "risk": risk,
+            "triggered": triggered,
+            "active": active,
+        }
 
 
 def mean(values):

@@ -19,8 +19,21 @@ def stationary(steps, units, seed=0, spikes=0.02):
     return norms * np.where(where, generator.uniform(2.0, 5.0, (steps, units)), 1.0)
 
 
-def write_trace(path, norms, *, trigger="gnmr", options=None, total_steps=None, skipped=(), seen=None, signal=None,
-                bytes_added=100, recoverable=None, missing=(), **settings):
+def write_trace(
+    path,
+    norms,
+    *,
+    trigger="gnmr",
+    options=None,
+    total_steps=None,
+    skipped=(),
+    seen=None,
+    signal=None,
+    bytes_added=100,
+    recoverable=None,
+    missing=(),
+    **settings,
+):
     """A trace as a run with these norms would have left it."""
     steps, units = norms.shape
     config = GNMRConfig(**settings)
@@ -29,13 +42,24 @@ def write_trace(path, norms, *, trigger="gnmr", options=None, total_steps=None, 
     )
     header = {
         "units": [
-            {"index": i, "layer": i, "name": f"model.layers.{i}", "recoverable": bool(controller.recoverable[i]),
-             "bytes_low": 50, "bytes_recovery": 100, "bytes_added": bytes_added}
+            {
+                "index": i,
+                "layer": i,
+                "name": f"model.layers.{i}",
+                "recoverable": bool(controller.recoverable[i]),
+                "bytes_low": 50,
+                "bytes_recovery": 100,
+                "bytes_added": bytes_added,
+            }
             for i in range(units)
         ],
-        "config": config.to_dict(), "max_o": controller.max_o, "trigger": trigger, "backend": "int8",
+        "config": config.to_dict(),
+        "max_o": controller.max_o,
+        "trigger": trigger,
+        "backend": "int8",
         "trigger_options": dict(controller.given),
-        "census": {"recovery_bytes_bound": 1000, "resident_bytes": 0, "path": "made up"}, "run_id": "x",
+        "census": {"recovery_bytes_bound": 1000, "resident_bytes": 0, "path": "made up"},
+        "run_id": "x",
         "total_steps": total_steps or steps,
     }
     writer = TraceWriter(path, header)
@@ -51,14 +75,23 @@ def write_trace(path, norms, *, trigger="gnmr", options=None, total_steps=None, 
             return [v if t else None for v, t in zip(values.tolist(), there.tolist(), strict=True)]
 
         record = {
-            "step": step, "loss": 5.0 / step**0.3, "grad_norm": float(np.sqrt(np.square(row[there]).sum())),
+            "step": step,
+            "loss": 5.0 / step**0.3,
+            "grad_norm": float(np.sqrt(np.square(row[there]).sum())),
             "norms": of(row),
-            "gnmr": of(decision.gnmr) if decision else None, "delta_gnmr": of(decision.delta_gnmr) if decision else None,
-            "risk": decision.risk.tolist() if decision else None, "alpha": decision.alpha if decision else None,
+            "gnmr": of(decision.gnmr) if decision else None,
+            "delta_gnmr": of(decision.delta_gnmr) if decision else None,
+            "risk": decision.risk.tolist() if decision else None,
+            "alpha": decision.alpha if decision else None,
             "beta": decision.beta if decision else None,
             "triggered": np.flatnonzero(decision.triggered).tolist() if decision else [],
-            "active": np.flatnonzero(active).tolist(), "micro_batches": 1, "skipped": reason, "update_withheld": False,
-            "step_ms": 100.0, "controller_ms": 0.5, "recovery_bytes": bytes_added * int(active.sum()),
+            "active": np.flatnonzero(active).tolist(),
+            "micro_batches": 1,
+            "skipped": reason,
+            "update_withheld": False,
+            "step_ms": 100.0,
+            "controller_ms": 0.5,
+            "recovery_bytes": bytes_added * int(active.sum()),
         }
         if measured is not None:
             record["signal"] = measured.tolist()

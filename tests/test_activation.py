@@ -77,8 +77,12 @@ def test_forward_and_gradients(dtype, autocast, kind, low, recovery):
         dy = watched.outputs[unit.name].to(compute).reshape(-1, unit.module.out_features)
         kept = x if form is None else quantise_rows(x, form)
         expected = (dy.t() @ kept).to(dtype)
-        torch.testing.assert_close(grads[f"{unit.name}.weight"], expected, rtol=1e-5 if compute == torch.float32 else 0.02,
-                                   atol=1e-6 if compute == torch.float32 else 1e-3)
+        torch.testing.assert_close(
+            grads[f"{unit.name}.weight"],
+            expected,
+            rtol=1e-5 if compute == torch.float32 else 0.02,
+            atol=1e-6 if compute == torch.float32 else 1e-3,
+        )
         assert torch.equal(grads[f"{unit.name}.bias"], plain_grads[f"{unit.name}.bias"])
     for name in plain_grads:  # gradients of inputs are exact, and so is everything that they alone reach
         if "norm" in name or "embed" in name or "lm_head" in name:
@@ -123,8 +127,9 @@ def kept_bytes(model, autocast=False, projections_only=False):
     weights = {s for m in projections for s in (m.weight.shape, m.weight.t().shape)} if projections_only else set()
     handles = [m.register_forward_pre_hook(lambda *_: inside.append(True)) for m in projections]
     handles += [m.register_forward_hook(lambda *_: inside.clear()) for m in projections]
-    with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda t: t), torch.autocast(
-        "cpu", torch.bfloat16, enabled=autocast
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda t: t),
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
     ):
         out = model(input_ids=IDS, labels=IDS)
     for handle in handles:
@@ -387,8 +392,13 @@ def test_doubles_under_autocast_stay_doubles():
 
 def test_routers_of_experts_are_left_alone():
     config = MixtralConfig(
-        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, num_local_experts=4,
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
     )
     names = [unit.name for unit in find_projections(MixtralForCausalLM(config))]
     assert names and all("self_attn" in name for name in names), "fused experts are no linears, and the router is left out"
@@ -418,11 +428,17 @@ def test_what_cannot_work_is_refused(tiny, trainer_for):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bits_low": 1, "format": "int"}, "bits_low=1: 2, 3"), ({"bits_low": 5}, "bits_low=5: 4, 6, 8 or 16"),
-        ({"bits_recovery": 32}, "bits_recovery=32"), ({"bits_low": 8}, "bits_recovery=8: more than bits_low=8"),
-        ({"bits_low": 16}, "more than bits_low=16"), ({"bits_low": 4.0}, "bits_low=4.0"), ({"format": "fp"}, "format='fp'"),
-        ({"unit": "expert"}, "unit='expert'"), ({"recovery": "device"}, "recovery='device' belongs to backend='int8'"),
-        ({"max_recovery_memory": "1GB"}, "depends on the tokens"), ({"eval_path": "recovery"}, "eval_path"),
+        ({"bits_low": 1, "format": "int"}, "bits_low=1: 2, 3"),
+        ({"bits_low": 5}, "bits_low=5: 4, 6, 8 or 16"),
+        ({"bits_recovery": 32}, "bits_recovery=32"),
+        ({"bits_low": 8}, "bits_recovery=8: more than bits_low=8"),
+        ({"bits_low": 16}, "more than bits_low=16"),
+        ({"bits_low": 4.0}, "bits_low=4.0"),
+        ({"format": "fp"}, "format='fp'"),
+        ({"unit": "expert"}, "unit='expert'"),
+        ({"recovery": "device"}, "recovery='device' belongs to backend='int8'"),
+        ({"max_recovery_memory": "1GB"}, "depends on the tokens"),
+        ({"eval_path": "recovery"}, "eval_path"),
     ],
 )
 def test_options_that_are_not_allowed(options, message):

@@ -15,15 +15,27 @@ from hf_gnmr.plan import plan
 from hf_gnmr.recipe import RecipeError, find_recipe, load_recipe
 from hf_gnmr.train import main as train
 
-FEW = ["training.max_steps=4", "training.eval_strategy=no", "data.documents=300", "data.eval_rows=8", "data.max_length=64",
-       "training.per_device_train_batch_size=4", "training.logging_steps=1", "training.disable_tqdm=true"]
+FEW = [
+    "training.max_steps=4",
+    "training.eval_strategy=no",
+    "data.documents=300",
+    "data.eval_rows=8",
+    "data.max_length=64",
+    "training.per_device_train_batch_size=4",
+    "training.logging_steps=1",
+    "training.disable_tqdm=true",
+]
 
 
 @pytest.mark.parametrize("kind", ["fp8", "lowbit"])
 @pytest.mark.parametrize(
     ("name", "parameters", "units", "max_o", "tokens", "rate"),
-    [("130m", 134.11, 12, 3, 2.6e9, 1e-3), ("350m", 367.97, 24, 6, 7.8e9, 5e-4), ("1_3b", 1340.70, 24, 6, 13.1e9, 5e-4),
-     ("3b", 2685.83, 32, 8, 28.8e9, 3e-4)],
+    [
+        ("130m", 134.11, 12, 3, 2.6e9, 1e-3),
+        ("350m", 367.97, 24, 6, 7.8e9, 5e-4),
+        ("1_3b", 1340.70, 24, 6, 13.1e9, 5e-4),
+        ("3b", 2685.83, 32, 8, 28.8e9, 3e-4),
+    ],
 )
 def test_deepseek_style_sizes(kind, name, parameters, units, max_o, tokens, rate):
     recipe = load_recipe(find_recipe(f"{kind}_{name}"))
@@ -74,8 +86,10 @@ def test_small_siblings_train(name, tmp_path, capsys):
 def test_all_is_the_plain_training_bit_for_bit(tmp_path):
     same_model = f"model.architecture={load_recipe(find_recipe('fp8_small')).model.architecture}"
     runs = {
-        "plain": ["fp8_small", "backend.name=none"], "lifted": ["fp8_small", "trigger.name=all"],
-        "fp8": ["fp8_small", "trigger.name=none"], "lowbit": ["lowbit_small", "trigger.name=all", same_model],
+        "plain": ["fp8_small", "backend.name=none"],
+        "lifted": ["fp8_small", "trigger.name=all"],
+        "fp8": ["fp8_small", "trigger.name=none"],
+        "lowbit": ["lowbit_small", "trigger.name=all", same_model],
     }
     found = {}
     for name, arguments in runs.items():

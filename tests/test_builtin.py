@@ -74,8 +74,12 @@ def test_the_quickstart_recipe_runs_on_it(base, tmp_path, monkeypatch):
     monkeypatch.setattr(builtin, "STEPS", 6)
     monkeypatch.setenv("HF_GNMR_CACHE", str(base.parent))
     overrides = [
-        f"training.output_dir={tmp_path / 'run'}", "training.max_steps=3", "data.rows=64", "data.eval_rows=4",
-        "data.generate_rows=4", "data.max_new_tokens=8",
+        f"training.output_dir={tmp_path / 'run'}",
+        "training.max_steps=3",
+        "data.rows=64",
+        "data.eval_rows=4",
+        "data.generate_rows=4",
+        "data.max_new_tokens=8",
     ]
     assert load_recipe(find_recipe("quickstart")).model.name == "builtin"
     assert main(["quickstart", *overrides]) == 0

@@ -102,8 +102,10 @@ def test_the_command_and_its_fragment(series, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--promotion-ratio", "0.9"], "cannot be met: with everything triggered it is 0.2499"),
-        (["--promotion-ratio", "0"], "above 0 is allowed"), (["--exceedance", "1.5"], "exceedance=1.5"),
-        (["--exceedance", "0.1", "--held-out", "0"], "held_out=0.0"), (["--bytes-per-step", "soon"], "--bytes-per-step"),
+        (["--promotion-ratio", "0"], "above 0 is allowed"),
+        (["--exceedance", "1.5"], "exceedance=1.5"),
+        (["--exceedance", "0.1", "--held-out", "0"], "held_out=0.0"),
+        (["--bytes-per-step", "soon"], "--bytes-per-step"),
     ],
 )
 def test_what_cannot_be_met_is_told(series, arguments, message, capsys):

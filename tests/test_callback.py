@@ -138,8 +138,13 @@ def test_short_and_long_windows_are_logged_and_left_out(trainer_for, tiny, tmp_p
     callback = GNMRCallback(max_o=1, alpha=1.5, alpha_init_fraction=0, beta=1.5)
     steps = 9 if not iterable else 8
     trainer = trainer_for(
-        with_lora(load_int8(tiny)), callback, rows=Stream(rows) if iterable else rows, max_steps=steps,
-        per_device_train_batch_size=2, gradient_accumulation_steps=4, learning_rate=1e-9,
+        with_lora(load_int8(tiny)),
+        callback,
+        rows=Stream(rows) if iterable else rows,
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        learning_rate=1e-9,
     )
     trainer.train()
     _, lines = trace_lines(tmp_path / "run")
@@ -155,9 +160,7 @@ def test_short_and_long_windows_are_logged_and_left_out(trainer_for, tiny, tmp_p
 
 
 def test_windows_that_can_never_be_full_are_refused(trainer_for, tiny):
-    trainer = trainer_for(
-        with_lora(load_int8(tiny)), GNMRCallback(), rows=token_rows(8), gradient_accumulation_steps=4
-    )
+    trainer = trainer_for(with_lora(load_int8(tiny)), GNMRCallback(), rows=token_rows(8), gradient_accumulation_steps=4)
     with pytest.raises(SetupError, match="2 micro-batches, fewer than gradient_accumulation_steps=4"):
         trainer.train()
 
@@ -184,8 +187,11 @@ def test_evaluation_feeds_nothing_toggles_nothing_and_runs_the_chosen_path(train
         model = with_lora(load_int8(tiny))
         options = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": rows} if evaluate else {}
         trainer = trainer_for(
-            model, GNMRCallback(max_o=1, alpha=0.5, alpha_init_fraction=0, eval_path=eval_path), max_steps=4,
-            learning_rate=1e-9, **options,
+            model,
+            GNMRCallback(max_o=1, alpha=0.5, alpha_init_fraction=0, eval_path=eval_path),
+            max_steps=4,
+            learning_rate=1e-9,
+            **options,
         )
         trainer.train()
         traces[evaluate] = [(line["norms"], line["gnmr"], line["active"]) for line in trace_lines(tmp_path / "run")[1]]
@@ -205,7 +211,10 @@ def test_evaluation_feeds_nothing_toggles_nothing_and_runs_the_chosen_path(train
 def test_none_and_all_and_the_bf16_backend(trainer_for, tiny, tmp_path):
     found = {}
     for name, options in {
-        "none": {"trigger": "none"}, "all": {"trigger": "all"}, "bf16": {"backend": "none"}, "gnmr": {},
+        "none": {"trigger": "none"},
+        "all": {"trigger": "all"},
+        "bf16": {"backend": "none"},
+        "gnmr": {},
     }.items():
         model = with_lora(load_bf16(tiny) if name == "bf16" else load_int8(tiny))
         callback = GNMRCallback(alpha_init_fraction=0, **options)
@@ -231,16 +240,39 @@ def test_trace_header_and_lines_have_every_promised_field(trainer_for, tiny, tmp
     assert [u["name"] for u in header["units"]] == [f"model.layers.{i}" for i in range(3)]
     assert header["config"] == callback.config.to_dict() and header["total_steps"] == 6 and header["max_o"] == 2
     fields = {
-        "step", "loss", "grad_norm", "norms", "gnmr", "delta_gnmr", "risk", "alpha", "beta", "triggered", "active",
-        "micro_batches", "skipped", "step_ms", "controller_ms", "recovery_bytes",
+        "step",
+        "loss",
+        "grad_norm",
+        "norms",
+        "gnmr",
+        "delta_gnmr",
+        "risk",
+        "alpha",
+        "beta",
+        "triggered",
+        "active",
+        "micro_batches",
+        "skipped",
+        "step_ms",
+        "controller_ms",
+        "recovery_bytes",
     }
     assert all(fields <= set(line) for line in lines)
     assert [line["step"] for line in lines] == list(range(1, 7))
     assert lines[0]["alpha"] == 1.5 and lines[1]["alpha"] == 1.1
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert {
-        "promotion_ratio", "hit_max_o_rate", "gnmr_exceedance", "delta_gnmr_exceedance", "switches", "dwell",
-        "peak_recovery_bytes", "recovery_bytes_bound", "resident_bytes", "controller_ms", "controller_share",
+        "promotion_ratio",
+        "hit_max_o_rate",
+        "gnmr_exceedance",
+        "delta_gnmr_exceedance",
+        "switches",
+        "dwell",
+        "peak_recovery_bytes",
+        "recovery_bytes_bound",
+        "resident_bytes",
+        "controller_ms",
+        "controller_share",
     } <= set(summary)
 
 
@@ -257,13 +289,17 @@ def test_layers_without_adapters_are_no_units_and_indices_stay_the_models(traine
     trainer_for(model, GNMRCallback(max_o=2)).train()
     header, _ = trace_lines(tmp_path / "run")
     assert [(u["index"], u["layer"], u["name"]) for u in header["units"]] == [
-        (0, 0, "model.layers.0"), (1, 2, "model.layers.2")
+        (0, 0, "model.layers.0"),
+        (1, 2, "model.layers.2"),
     ]
 
 
 def test_scalars_reach_the_logs_of_our_trainer(trainer_for, tiny, tmp_path):
     trainer = trainer_for(
-        with_lora(load_int8(tiny)), GNMRCallback(max_o=1), trainer_class=GNMRTrainer, report_to=["tensorboard"],
+        with_lora(load_int8(tiny)),
+        GNMRCallback(max_o=1),
+        trainer_class=GNMRTrainer,
+        report_to=["tensorboard"],
     )
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -296,8 +332,9 @@ def test_a_resumed_run_equals_the_straight_one(trainer_for, tiny, tmp_path, flag
         file.write('{"step": 7, "lo')  # as a kill leaves it
     again = with_lora(load_int8(tiny), **common)
     callback = GNMRCallback(**settings)
-    trainer = trainer_for(again, callback, output_dir=run, restore_callback_states_from_checkpoint=flag,
-                          save_strategy="steps", save_steps=2)
+    trainer = trainer_for(
+        again, callback, output_dir=run, restore_callback_states_from_checkpoint=flag, save_strategy="steps", save_steps=2
+    )
     trainer.train(resume_from_checkpoint=f"{run}/checkpoint-3")
     assert comparable(trace_lines(run)[1]) == comparable(trace_lines(tmp_path / "straight")[1])
     assert pathlib.Path(run, "trace.after-step-3.jsonl").read_text().count("\n") == 3
@@ -385,6 +422,7 @@ def test_trouble_with_the_files_does_not_cost_the_training(trainer_for, tiny, tm
     if trouble == "summary is a folder":
         (tmp_path / "run" / "summary.json").mkdir(parents=True)
     else:
+
         def full(self, record):
             raise OSError(28, "No space left on device")
 

@@ -77,12 +77,27 @@ def scenario(draw):
 
 def both(s):
     config = GNMRConfig(
-        alpha=s["alpha"], alpha_init=s["alpha_init"], alpha_init_fraction=s["alpha_init_steps"] / 1000, beta=s["beta"],
-        delta=s["delta"], max_o=s["max_o"], t_lock=s["t_lock"], fidelity_warmup=s["fidelity_warmup_steps"] / 1000,
+        alpha=s["alpha"],
+        alpha_init=s["alpha_init"],
+        alpha_init_fraction=s["alpha_init_steps"] / 1000,
+        beta=s["beta"],
+        delta=s["delta"],
+        max_o=s["max_o"],
+        t_lock=s["t_lock"],
+        fidelity_warmup=s["fidelity_warmup_steps"] / 1000,
     )
     controller = Controller(s["units"], config, total_steps=1000, recoverable=s["recoverable"])
-    names = ("alpha", "alpha_init", "alpha_init_steps", "beta", "delta", "max_o", "t_lock", "fidelity_warmup_steps",
-             "recoverable")
+    names = (
+        "alpha",
+        "alpha_init",
+        "alpha_init_steps",
+        "beta",
+        "delta",
+        "max_o",
+        "t_lock",
+        "fidelity_warmup_steps",
+        "recoverable",
+    )
     return controller, ReferenceController(s["units"], **{name: s[name] for name in names})
 
 

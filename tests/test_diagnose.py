@@ -63,11 +63,14 @@ def test_drift_is_seen(tmp_path):
     level = stationary(400, 5, spikes=0.0)
     falling = level * np.linspace(3.0, 1.0, 400)[:, None]
     rising = level * np.linspace(1.0, 3.0, 400)[:, None]
-    apart = level * np.where(np.arange(5) % 2, 1.0, 0.0) * np.linspace(1, 3, 400)[:, None] + level * np.where(
-        np.arange(5) % 2, 0.0, 1.0
-    ) * np.linspace(3, 1, 400)[:, None]
+    apart = (
+        level * np.where(np.arange(5) % 2, 1.0, 0.0) * np.linspace(1, 3, 400)[:, None]
+        + level * np.where(np.arange(5) % 2, 0.0, 1.0) * np.linspace(3, 1, 400)[:, None]
+    )
     for name, norms, words in (
-        ("level", level, "one α serves"), ("falling", falling, "Norms fall"), ("rising", rising, "Norms grow"),
+        ("level", level, "one α serves"),
+        ("falling", falling, "Norms fall"),
+        ("rising", rising, "Norms grow"),
         ("apart", apart, "Units drift apart"),
     ):
         answer = found(tmp_path / name, norms)["history mean"]

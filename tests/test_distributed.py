@@ -48,7 +48,11 @@ def torchrun(ranks):
 def launch(command, script, arguments, **environment):
     environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1", **environment}
     result = subprocess.run(
-        [BIN / command[0], *command[1:], *script, *arguments], capture_output=True, text=True, timeout=300, env=environment,
+        [BIN / command[0], *command[1:], *script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]
@@ -68,8 +72,12 @@ def test_two_ranks_decide_as_one_process_with_the_same_global_batch(recipe_file,
         ("two", torchrun(2), ["training.per_device_train_batch_size=2", "training.ddp_backend=gloo"]),
     ):
         (tmp_path / f"{name}-decisions").mkdir()
-        out = launch(command, [str(script)], [*common, *more, f"training.output_dir={tmp_path / name}"],
-                     DECISIONS=str(tmp_path / f"{name}-decisions"))
+        out = launch(
+            command,
+            [str(script)],
+            [*common, *more, f"training.output_dir={tmp_path / name}"],
+            DECISIONS=str(tmp_path / f"{name}-decisions"),
+        )
         assert out.count("GNMR: 3 units") == 1 and "WORLD SIZE 1" not in out
         runs[name] = read_trace(tmp_path / name / "trace.jsonl").steps
     one, two = runs["one"], runs["two"]
@@ -96,9 +104,7 @@ def test_the_example_loop_on_two_ranks(tiny_lm, rows_file, tmp_path):
 
 
 def test_a_world_size_that_did_not_come_about_is_reported(recipe_file, tmp_path):
-    out = launch(
-        ["accelerate", "launch", "--cpu", "--num_processes", "2", "-m"], ["hf_gnmr.train"], [recipe_file]
-    )
+    out = launch(["accelerate", "launch", "--cpu", "--num_processes", "2", "-m"], ["hf_gnmr.train"], [recipe_file])
     assert "WORLD SIZE 1: a launcher seems to have been asked for several processes" in out
     assert "torchrun --nproc_per_node" in out
 
@@ -116,10 +122,18 @@ def test_two_ranks_choose_the_same_projections(tmp_path, trigger):
     script.write_text(WATCHED)
     run = tmp_path / "run"
     arguments = [
-        "activation_small", f"training.output_dir={run}", "training.max_steps=5", "training.eval_strategy=no",
-        "data.eval_rows=0", "data.documents=200", "training.per_device_train_batch_size=4", "training.use_cpu=true",
+        "activation_small",
+        f"training.output_dir={run}",
+        "training.max_steps=5",
+        "training.eval_strategy=no",
+        "data.eval_rows=0",
+        "data.documents=200",
+        "training.per_device_train_batch_size=4",
+        "training.use_cpu=true",
         "training.ddp_backend=gloo",
-        f"trigger.name={trigger}", "training.disable_tqdm=true", "gnmr.max_o=3",
+        f"trigger.name={trigger}",
+        "training.disable_tqdm=true",
+        "gnmr.max_o=3",
         *(["trigger.promotion_ratio=0.1"] if trigger == "random" else []),
     ]
     launch(torchrun(2), [str(script)], arguments, DECISIONS=str(tmp_path))

@@ -37,16 +37,33 @@ def runs(tmp_path_factory, tiny_lm, rows_file):
 
     folder = tmp_path_factory.mktemp("runs")
     recipe = folder / "small.yaml"
-    recipe.write_text(yaml.safe_dump({
-        "model": {"name": tiny_lm},
-        "lora": {"r": 4, "lora_alpha": 64},
-        "data": {"name": rows_file, "prompt": "Question: {question}\nAnswer:", "answer": " {answer}", "max_length": 96},
-        "training": {"max_steps": 6, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "save_strategy": "no",
-                     "report_to": "none", "use_cpu": True, "disable_tqdm": True},
-        "gnmr": {"max_o": 1, "alpha": 0.5, "alpha_init_fraction": 0.0},
-    }))
+    recipe.write_text(
+        yaml.safe_dump(
+            {
+                "model": {"name": tiny_lm},
+                "lora": {"r": 4, "lora_alpha": 64},
+                "data": {
+                    "name": rows_file,
+                    "prompt": "Question: {question}\nAnswer:",
+                    "answer": " {answer}",
+                    "max_length": 96,
+                },
+                "training": {
+                    "max_steps": 6,
+                    "per_device_train_batch_size": 4,
+                    "learning_rate": 1e-2,
+                    "save_strategy": "no",
+                    "report_to": "none",
+                    "use_cpu": True,
+                    "disable_tqdm": True,
+                },
+                "gnmr": {"max_o": 1, "alpha": 0.5, "alpha_init_fraction": 0.0},
+            }
+        )
+    )
     for name, overrides in (
-        ("gnmr", []), ("bf16", ["backend.name=none"]),
+        ("gnmr", []),
+        ("bf16", ["backend.name=none"]),
         ("nothing", ["training.learning_rate=0", "training.max_steps=1"]),
         ("nothing-bf16", ["training.learning_rate=0", "training.max_steps=1", "backend.name=none"]),
     ):
@@ -102,7 +119,9 @@ def test_a_base_through_our_loader_is_the_base_through_plain_lm_eval(tiny_lm, tm
     ours = result(tmp_path, "recovery", task)
     plain = evaluator.simple_evaluate(
         model=HFLM(pretrained=tiny_lm, tokenizer=byte_tokenizer(), dtype="bfloat16", device="cpu", batch_size=1),
-        tasks=list(harness_tasks(parse_tasks([task])[0], "builtin").values()), limit=2, bootstrap_iters=0,
+        tasks=list(harness_tasks(parse_tasks([task])[0], "builtin").values()),
+        limit=2,
+        bootstrap_iters=0,
         gen_kwargs="max_gen_toks=8" if task == "gsm8k" else None,
     )
     for name, samples in plain["samples"].items():
@@ -335,7 +354,9 @@ def test_the_layouts_of_public_data(tiny_lm):
     if not SHARED.is_dir():
         pytest.skip(f"no {SHARED}")
     counts = {
-        "gsm8k": {"gsm8k": 200}, "mmlu:philosophy": {"mmlu_philosophy": 311}, "hellaswag": {"hellaswag": 500},
+        "gsm8k": {"gsm8k": 200},
+        "mmlu:philosophy": {"mmlu_philosophy": 311},
+        "hellaswag": {"hellaswag": 500},
         "wikitext": {"wikitext": 60},
     }
     for name, expected in counts.items():
@@ -463,8 +484,11 @@ def test_offline_is_offline_and_needs_data(tiny_lm, capsys, monkeypatch):
         ("wikitext2/test.raw", b"\xff\xfe\x00", "cannot be read as text"),
         ("mmlu/test.jsonl", '{"question": "", "subject": "a", "choices": ["1", "2"], "answer": 0}\n', "a list of 4 texts"),
         ("mmlu/test.jsonl", '{"question": "", "subject": "a", "choices": [1, 2, 3, 4], "answer": "C"}\n', "answer='C'"),
-        ("hellaswag/validation.jsonl",
-         '{"activity_label": "", "ctx_a": "", "ctx_b": "", "endings": ["a", "b"], "label": ""}\n', "label=''"),
+        (
+            "hellaswag/validation.jsonl",
+            '{"activity_label": "", "ctx_a": "", "ctx_b": "", "endings": ["a", "b"], "label": ""}\n',
+            "label=''",
+        ),
         ("gsm8k/test.jsonl", '{"question": 3, "answer": "1"}\n', "question=3: a text"),
         ("hellaswag/validation2.jsonl", "{}", "all match hellaswag/validation*.jsonl: leave one"),
     ],
@@ -601,6 +625,12 @@ def test_the_whole_script_on_the_built_in_model(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     assert "SMOKE" in done.stdout
     columns = next(line for line in done.stdout.splitlines() if line.startswith("| method"))
-    for name in ("gsm8k exact_match,strict-match", "gsm8k exact_match,flexible-extract", "mmlu acc", "hellaswag acc_norm",
-                 "wikitext word_perplexity", "wikitext_tokens token_perplexity"):
+    for name in (
+        "gsm8k exact_match,strict-match",
+        "gsm8k exact_match,flexible-extract",
+        "mmlu acc",
+        "hellaswag acc_norm",
+        "wikitext word_perplexity",
+        "wikitext_tokens token_perplexity",
+    ):
         assert name in columns

@@ -34,8 +34,13 @@ from hf_gnmr.trainer import GNMRTrainer
 from hf_gnmr.units import find_experts, find_units, linears_of
 
 SIZES = {
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "num_experts_per_tok": 2,
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
 }
 IDS = torch.tensor([row["input_ids"] for row in token_rows(6, 16)])
 
@@ -110,8 +115,10 @@ def test_each_expert_runs_its_own_path():
         quantised = ~active[:4]
         with torch.no_grad():
             torch.testing.assert_close(
-                experts(states, chosen, weights), literal_experts(experts, states, chosen, weights, quantised),
-                rtol=1e-4, atol=1e-6,
+                experts(states, chosen, weights),
+                literal_experts(experts, states, chosen, weights, quantised),
+                rtol=1e-4,
+                atol=1e-6,
             )
 
 
@@ -161,12 +168,29 @@ def test_a_training_shows_which_experts_were_lifted_and_leaves_unused_ones_alone
 @pytest.mark.parametrize(
     ("config", "cls", "count"),
     [
-        (Qwen2MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=48),
-         Qwen2MoeForCausalLM, 8),
+        (
+            Qwen2MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=48),
+            Qwen2MoeForCausalLM,
+            8,
+        ),
         (Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=32, head_dim=16), Qwen3MoeForCausalLM, 8),
-        (DeepseekV3Config(**SIZES | {"num_key_value_heads": 4}, n_routed_experts=4, moe_intermediate_size=32, n_group=1,
-                          topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
-                          qk_nope_head_dim=8, v_head_dim=16), DeepseekV3ForCausalLM, 4),
+        (
+            DeepseekV3Config(
+                **SIZES | {"num_key_value_heads": 4},
+                n_routed_experts=4,
+                moe_intermediate_size=32,
+                n_group=1,
+                topk_group=1,
+                first_k_dense_replace=1,
+                q_lora_rank=16,
+                kv_lora_rank=16,
+                qk_rope_head_dim=8,
+                qk_nope_head_dim=8,
+                v_head_dim=16,
+            ),
+            DeepseekV3ForCausalLM,
+            4,
+        ),
     ],
     ids=["qwen2_moe", "qwen3_moe", "deepseek_v3"],
 )
@@ -216,8 +240,17 @@ def test_the_best_of_a_mixture_is_loaded_whole(trainer_for, tmp_path):
     model = mixtral()
     callback = GNMRCallback(backend="fp8", emulate=True, unit="expert")
     trainer = trainer_for(
-        model, callback, max_steps=2, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
-        load_best_model_at_end=True, eval_dataset=token_rows(4), metric_for_best_model="loss", greater_is_better=True,
+        model,
+        callback,
+        max_steps=2,
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        load_best_model_at_end=True,
+        eval_dataset=token_rows(4),
+        metric_for_best_model="loss",
+        greater_is_better=True,
     )
     trainer.__class__ = GNMRTrainer
     trainer.train()
@@ -283,10 +316,16 @@ def test_what_is_refused():
     adapted = with_lora(mixtral(), target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
     with pytest.raises(SetupError, match=r"mlp\.experts has adapters on fused experts.*'q_proj'"):
         LowBitBackend(adapted, find_units(adapted))
-    llama4 = Llama4ForCausalLM(Llama4TextConfig(
-        **SIZES | {"num_hidden_layers": 1, "num_experts_per_tok": 1}, num_local_experts=2, intermediate_size_mlp=64,
-        head_dim=16, interleave_moe_layer_step=1, pad_token_id=0,
-    ))
+    llama4 = Llama4ForCausalLM(
+        Llama4TextConfig(
+            **SIZES | {"num_hidden_layers": 1, "num_experts_per_tok": 1},
+            num_local_experts=2,
+            intermediate_size_mlp=64,
+            head_dim=16,
+            interleave_moe_layer_step=1,
+            pad_token_id=0,
+        )
+    )
     with pytest.raises(SetupError, match="Llama4TextExperts.*all experts at once"):
         LowBitBackend(llama4, find_units(llama4))
     attention_only = with_lora(mixtral(), target_modules=["q_proj"])

@@ -29,7 +29,10 @@ from hf_gnmr.backends.formats import (
 from hf_gnmr.config import ConfigError
 
 ORACLE = {
-    E2M1: ml_dtypes.float4_e2m1fn, E3M2: ml_dtypes.float6_e3m2fn, E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2,
+    E2M1: ml_dtypes.float4_e2m1fn,
+    E3M2: ml_dtypes.float6_e3m2fn,
+    E4M3: ml_dtypes.float8_e4m3fn,
+    E5M2: ml_dtypes.float8_e5m2,
 }
 FORMATS = [*ORACLE, *(IntFormat(bits) for bits in range(2, 9))]
 
@@ -42,9 +45,11 @@ def by_oracle(form, values):
 def numbers_of(form):
     """Every finite number of a format, ascending."""
     codes = np.arange(2**form.bits, dtype=np.uint8)
-    values = codes.view(ORACLE[form]).astype(np.float32) if form.bits == 8 else np.array(
-        [np.uint8(c) for c in codes], dtype=np.uint8
-    ).view(ORACLE[form]).astype(np.float32)
+    values = (
+        codes.view(ORACLE[form]).astype(np.float32)
+        if form.bits == 8
+        else np.array([np.uint8(c) for c in codes], dtype=np.uint8).view(ORACLE[form]).astype(np.float32)
+    )
     return np.unique(values[np.isfinite(values) & (np.abs(values) <= form.largest)])
 
 
@@ -57,10 +62,17 @@ def test_rounding_is_that_of_ml_dtypes(form, dtype):
     generator = np.random.default_rng(0)
     random = generator.standard_normal(20_000).astype(np.float32) * form.largest / 3
     small = generator.standard_normal(20_000).astype(np.float32) * form.least_normal
-    values = np.concatenate([
-        numbers, middles, np.nextafter(middles, np.inf, dtype=np.float32), np.nextafter(middles, -np.inf, dtype=np.float32),
-        random, small, [0.0, -0.0, form.largest * 4, -form.largest * 4, 1e-30],
-    ]).astype(np.float32)
+    values = np.concatenate(
+        [
+            numbers,
+            middles,
+            np.nextafter(middles, np.inf, dtype=np.float32),
+            np.nextafter(middles, -np.inf, dtype=np.float32),
+            random,
+            small,
+            [0.0, -0.0, form.largest * 4, -form.largest * 4, 1e-30],
+        ]
+    ).astype(np.float32)
     values = torch.from_numpy(values).to(dtype).float()
     ours = form.round_(values.clone()).numpy()
     np.testing.assert_array_equal(ours, by_oracle(form, values.numpy()))

@@ -63,8 +63,15 @@ def test_training_lifts_layers(tiny, trainer_for, tmp_path):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_layers_on_two_devices(tiny, trainer_for, tmp_path):
     """`device_map` over two GPUs: norms are gathered device by device, and each layer's originals go to its own."""
-    devices = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.layers.1": 1, "model.layers.2": 1,
-               "model.norm": 1, "lm_head": 1}
+    devices = {
+        "model.embed_tokens": 0,
+        "model.rotary_emb": 0,
+        "model.layers.0": 0,
+        "model.layers.1": 1,
+        "model.layers.2": 1,
+        "model.norm": 1,
+        "lm_head": 1,
+    }
     model = with_lora(load_int8(tiny, device_map=devices))
     trainer_for(model, GNMRCallback(max_o=2, alpha=0.9, alpha_init_fraction=0), use_cpu=False).train()
     _, lines = trace_lines(tmp_path / "run")

@@ -41,18 +41,26 @@ def test_norms_are_those_of_the_accumulated_gradient(trainer_for, tiny, tmp_path
     class Look(GNMRCallback):
         def on_pre_optimizer_step(self, args, state, control, **kwargs):
             units = [p for unit in self.units for p in unit.parameters]
-            seen.append((
-                [np.sqrt(sum(float(p.grad.double().square().sum()) for p in unit.parameters)) for unit in self.units],
-                np.sqrt(sum(float(p.grad.double().square().sum()) for p in units)),
-            ))
+            seen.append(
+                (
+                    [np.sqrt(sum(float(p.grad.double().square().sum()) for p in unit.parameters)) for unit in self.units],
+                    np.sqrt(sum(float(p.grad.double().square().sum()) for p in units)),
+                )
+            )
             super().on_pre_optimizer_step(args, state, control, **kwargs)
 
     model = with_lora(load_int8(tiny), lora_dropout=0.1)
-    options = {"max_grad_norm": 0.0, "max_steps": 3, "gradient_accumulation_steps": accumulation,
-               "per_device_train_batch_size": 4 // accumulation}
+    options = {
+        "max_grad_norm": 0.0,
+        "max_steps": 3,
+        "gradient_accumulation_steps": accumulation,
+        "per_device_train_batch_size": 4 // accumulation,
+    }
     if checkpointing != "off":
-        options |= {"gradient_checkpointing": True,
-                    "gradient_checkpointing_kwargs": {"use_reentrant": checkpointing == "reentrant"}}
+        options |= {
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": {"use_reentrant": checkpointing == "reentrant"},
+        }
     lines = run(trainer_for, tiny, tmp_path, Look(), model, **options)
     assert len(lines) == 3 == len(seen), "one reading per optimizer step"
     np.testing.assert_allclose(norms(lines), np.array([unit for unit, _ in seen]), rtol=1e-5)

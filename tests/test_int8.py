@@ -281,8 +281,10 @@ def test_merging_and_unmerging_after_training_is_lossy_by_one_step_at_most(tiny,
 
     def values():
         return [
-            (m.weight.data.float() * (m.weight.SCB if m.state.SCB is None else m.state.SCB)[:, None] / 127,
-             (m.weight.SCB if m.state.SCB is None else m.state.SCB) / 127)
+            (
+                m.weight.data.float() * (m.weight.SCB if m.state.SCB is None else m.state.SCB)[:, None] / 127,
+                (m.weight.SCB if m.state.SCB is None else m.state.SCB) / 127,
+            )
             for m in linears(model)
         ]
 
@@ -429,9 +431,7 @@ def test_after_training_saving_merging_and_reloading_work_and_nothing_stays(tiny
         for name, tensor in reloaded.state_dict().items():
             if ".lora_" in name:
                 assert torch.equal(tensor, model.state_dict()[name])
-    assert torch.equal(
-        logits(PeftModel.from_pretrained(load_int8(tiny), tmp_path / "adapter").eval()), logits(model.eval())
-    )
+    assert torch.equal(logits(PeftModel.from_pretrained(load_int8(tiny), tmp_path / "adapter").eval()), logits(model.eval()))
     adapted = logits(model.eval())
     merged = model.merge_and_unload()
     assert (logits(merged) - adapted).abs().max() < 0.1

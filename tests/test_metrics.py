@@ -17,11 +17,24 @@ ALPHA, BETA = 1.1, 1.5
 
 def line(step, active=(), gnmr=(1.0, 1.0, 1.0), delta=(1.0, 1.0, 1.0), skipped=None, **more):
     return {
-        "step": step, "loss": 2.0 - step / 10, "grad_norm": 1.0, "norms": [1.0, 1.0, 1.0],
-        "gnmr": None if skipped else list(gnmr), "delta_gnmr": None if skipped else list(delta), "risk": None,
-        "alpha": None if skipped else ALPHA, "beta": None if skipped else BETA, "triggered": [], "active": list(active),
-        "micro_batches": 1, "skipped": skipped, "update_withheld": False, "step_ms": 100.0, "controller_ms": 1.0,
-        "recovery_bytes": 10 * len(active), **more,
+        "step": step,
+        "loss": 2.0 - step / 10,
+        "grad_norm": 1.0,
+        "norms": [1.0, 1.0, 1.0],
+        "gnmr": None if skipped else list(gnmr),
+        "delta_gnmr": None if skipped else list(delta),
+        "risk": None,
+        "alpha": None if skipped else ALPHA,
+        "beta": None if skipped else BETA,
+        "triggered": [],
+        "active": list(active),
+        "micro_batches": 1,
+        "skipped": skipped,
+        "update_withheld": False,
+        "step_ms": 100.0,
+        "controller_ms": 1.0,
+        "recovery_bytes": 10 * len(active),
+        **more,
     }
 
 
@@ -31,7 +44,12 @@ def summary_of(tmp_path, lines, max_o=2, recoverable=(True, True, True)):
             {"index": i, "layer": 2 * i, "name": f"l.{2 * i}", "recoverable": r, "bytes_low": 5, "bytes_recovery": 10}
             for i, r in enumerate(recoverable)
         ],
-        "run_id": "x", "config": {}, "total_steps": len(lines), "max_o": max_o, "trigger": "gnmr", "backend": "int8",
+        "run_id": "x",
+        "config": {},
+        "total_steps": len(lines),
+        "max_o": max_o,
+        "trigger": "gnmr",
+        "backend": "int8",
         "census": {"recovery_bytes_bound": 20, "resident_bytes": 7},
     }
     writer = TraceWriter(tmp_path / "trace.jsonl", header)
@@ -42,13 +60,16 @@ def summary_of(tmp_path, lines, max_o=2, recoverable=(True, True, True)):
 
 
 def test_shares_switches_and_dwell_by_hand(tmp_path):
-    summary = summary_of(tmp_path, [
-        line(1),
-        line(2, active=[0, 1], gnmr=(1.1, 1.0, 0.9)),
-        line(3, active=[1, 2], gnmr=(1.0, 9.0, "inf"), delta=(1.5, 1.4, "inf")),
-        line(4, active=[1, 2], skipped="window of 2 micro-batches instead of 4"),
-        line(5, active=[1]),
-    ])
+    summary = summary_of(
+        tmp_path,
+        [
+            line(1),
+            line(2, active=[0, 1], gnmr=(1.1, 1.0, 0.9)),
+            line(3, active=[1, 2], gnmr=(1.0, 9.0, "inf"), delta=(1.5, 1.4, "inf")),
+            line(4, active=[1, 2], skipped="window of 2 micro-batches instead of 4"),
+            line(5, active=[1]),
+        ],
+    )
     assert summary["steps"] == 5 and summary["skipped_steps"] == 1
     assert summary["promotion_ratio"] == pytest.approx((0 + 2 + 2 + 1) / (4 * 3))
     assert summary["hit_max_o_rate"] == 2 / 4

@@ -105,10 +105,19 @@ def test_dora_on_the_recovery_path_is_the_bf16_model_at_the_start(tiny):
 
 
 OTHERS = {
-    "adalora": AdaLoraConfig(init_r=6, target_r=2, total_step=8, tinit=2, tfinal=2, deltaT=1, task_type="CAUSAL_LM",
-                             target_modules=["q_proj", "v_proj"]),
-    "ia3": IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"],
-                     task_type="CAUSAL_LM"),
+    "adalora": AdaLoraConfig(
+        init_r=6,
+        target_r=2,
+        total_step=8,
+        tinit=2,
+        tfinal=2,
+        deltaT=1,
+        task_type="CAUSAL_LM",
+        target_modules=["q_proj", "v_proj"],
+    ),
+    "ia3": IA3Config(
+        target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
+    ),
     "vera": VeraConfig(r=4, target_modules=["q_proj", "v_proj"]),
     "lokr": LoKrConfig(r=4, target_modules=["q_proj", "v_proj"]),
 }
@@ -199,9 +208,7 @@ def test_a_bare_decoder_without_a_head(tiny, trainer_for, tmp_path):
             inputs.pop("labels", None)
             return model(**inputs).last_hidden_state.float().square().mean()
 
-    base = LlamaModel.from_pretrained(
-        tiny, dtype=torch.bfloat16, quantization_config=BitsAndBytesConfig(load_in_8bit=True)
-    )
+    base = LlamaModel.from_pretrained(tiny, dtype=torch.bfloat16, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
     trainer_for(with_lora(base), GNMRCallback(**MOVING), trainer_class=Embedding).train()
     header, lines = trace_lines(tmp_path / "run")
     assert [unit["name"] for unit in header["units"]] == [f"layers.{i}" for i in range(3)]

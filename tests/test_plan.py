@@ -58,7 +58,8 @@ def test_biases_and_every_unit_lifted_are_counted(recipe_file, tmp_path):
     assert figures["ways"]["INT8"]["weights"] == real + 4 * rows
     assert figures["ways"][figures["way"]]["recovery"] == 3 * figures["unit_bytes"] and figures["most_lifted"] == 3
     for more, lifted in (
-        (["trigger.name=static"], 3), (["trigger.name=random", "trigger.promotion_ratio=0.1"], 1),
+        (["trigger.name=static"], 3),
+        (["trigger.name=random", "trigger.promotion_ratio=0.1"], 1),
         (["trigger.name=listed", "trigger.units=['*.0', '*.2']"], 2),
         (["trigger.name=listed", "trigger.units=['*']", "trigger.promotion_ratio=0.1"], 1),
     ):

@@ -17,8 +17,13 @@ from hf_gnmr.recipe import DataSection, RecipeError, find_recipe, load_recipe
 from hf_gnmr.train import main as train
 
 SMALL = [
-    "activation_small", "training.max_steps=6", "training.eval_steps=3", "data.documents=300", "data.eval_rows=8",
-    "training.logging_steps=1", "training.disable_tqdm=true",
+    "activation_small",
+    "training.max_steps=6",
+    "training.eval_steps=3",
+    "data.documents=300",
+    "data.eval_rows=8",
+    "training.logging_steps=1",
+    "training.disable_tqdm=true",
     "model.architecture={model_type: llama, vocab_size: 288, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,"
     " num_attention_heads: 2, max_position_embeddings: 128, tie_word_embeddings: false}",
 ]
@@ -31,7 +36,10 @@ def small(folder, *more, status=0):
 @pytest.mark.parametrize(
     ("name", "parameters", "units", "tokens"),
     [
-        ("60m", 58.07, 56, 1.3e9), ("130m", 134.11, 84, 2.6e9), ("350m", 367.97, 168, 7.8e9), ("1_3b", 1339.08, 168, 13.1e9),
+        ("60m", 58.07, 56, 1.3e9),
+        ("130m", 134.11, 84, 2.6e9),
+        ("350m", 367.97, 168, 7.8e9),
+        ("1_3b", 1339.08, 168, 13.1e9),
     ],
 )
 def test_the_papers_sizes(name, parameters, units, tokens):
@@ -82,7 +90,8 @@ def test_a_small_run_and_its_perplexities(tmp_path):
 def test_modes_start_from_the_same_weights_and_see_the_same_data(tmp_path):
     losses = {}
     for name, overrides in (
-        ("plain", ["backend.name=none"]), ("exact", ["trigger.name=all", "backend.bits_recovery=16"]),
+        ("plain", ["backend.name=none"]),
+        ("exact", ["trigger.name=all", "backend.bits_recovery=16"]),
         ("low", ["trigger.name=none"]),
     ):
         small(tmp_path / name, *overrides)
@@ -94,8 +103,13 @@ def test_modes_start_from_the_same_weights_and_see_the_same_data(tmp_path):
 
 
 def test_resumed_after_a_break(tmp_path):
-    common = ["training.save_strategy=steps", "training.save_steps=2", "training.lr_scheduler_type=constant",
-              "training.lr_scheduler_kwargs={}", "training.warmup_steps=0"]
+    common = [
+        "training.save_strategy=steps",
+        "training.save_steps=2",
+        "training.lr_scheduler_type=constant",
+        "training.lr_scheduler_kwargs={}",
+        "training.warmup_steps=0",
+    ]
     small(tmp_path / "straight", *common)
     small(tmp_path / "cut", *common, "training.max_steps=4")
     small(tmp_path / "cut", *common, "run.resume=auto")
@@ -139,16 +153,24 @@ def test_documents_are_joined_with_an_end_between_and_every_token_is_there_once(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data.name=/gone.txt"], "no such file"), (["data.streaming=true"], "local text is read whole"),
+        (["data.name=/gone.txt"], "no such file"),
+        (["data.streaming=true"], "local text is read whole"),
         (["data.eval_split=validation"], "local text has no splits"),
-        (["data.text=null"], "data.documents"), (["data.generate_rows=4"], "text has no answers"),
-        (["model.tokenizer=null"], "needs model.architecture"), (["model.architecture=null"], "needs model.architecture"),
+        (["data.text=null"], "data.documents"),
+        (["data.generate_rows=4"], "text has no answers"),
+        (["model.tokenizer=null"], "needs model.architecture"),
+        (["model.architecture=null"], "needs model.architecture"),
         (["model.architecture={model_type: llamma}"], "model.architecture"),
         (["model.architecture={model_type: llama, vocab_size: 100}"], "has 259 tokens"),
-        (["backend.name=int8"], "8-bit weights cannot be trained"), (["backend.bits_low=3"], "bits_low=3: 4, 6, 8 or 16"),
-        (["backend.unit=head"], "unit='head'"), (["trigger.name=random"], "promotion_ratio or trace"),
-        (["trigger.share=0.5"], "it belongs to static"), (["model.dtype=float16"], "model.dtype"),
-        (["lora.r=4"], "lora: false"), (["data.eval_rows=100000"], "has only"), (["gnmr.max_o=99"], "14 recoverable units"),
+        (["backend.name=int8"], "8-bit weights cannot be trained"),
+        (["backend.bits_low=3"], "bits_low=3: 4, 6, 8 or 16"),
+        (["backend.unit=head"], "unit='head'"),
+        (["trigger.name=random"], "promotion_ratio or trace"),
+        (["trigger.share=0.5"], "it belongs to static"),
+        (["model.dtype=float16"], "model.dtype"),
+        (["lora.r=4"], "lora: false"),
+        (["data.eval_rows=100000"], "has only"),
+        (["gnmr.max_o=99"], "14 recoverable units"),
         (["training.gradient_checkpointing=true"], "checkpointing keeps no activation"),
         (["backend.recovery=device"], "belongs to backend='int8'"),
     ],

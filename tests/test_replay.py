@@ -23,8 +23,13 @@ from hf_gnmr.series import read_series
 
 @settings(max_examples=40, deadline=None)
 @given(
-    seed=st.integers(0, 10_000), alpha=st.floats(0.5, 2.0), beta=st.none() | st.floats(0.5, 2.0), delta=st.integers(1, 7),
-    max_o=st.integers(0, 5), t_lock=st.integers(0, 3), phase=st.sampled_from([0.0, 0.1, 0.5]),
+    seed=st.integers(0, 10_000),
+    alpha=st.floats(0.5, 2.0),
+    beta=st.none() | st.floats(0.5, 2.0),
+    delta=st.integers(1, 7),
+    max_o=st.integers(0, 5),
+    t_lock=st.integers(0, 3),
+    phase=st.sampled_from([0.0, 0.1, 0.5]),
     warmup=st.sampled_from([0.0, 0.2]),
     trigger=st.sampled_from(["gnmr", "none", "all", "gsnr", "jacobian", "random", "static"]),
 )
@@ -39,11 +44,20 @@ def test_a_replay_under_the_recorded_settings_is_the_record(
     seen = generator.random((30, 5)) > 0.1
     options = {"random": {"promotion_ratio": max_o / 10, "seed": seed}, "static": {"warmup": 4}}.get(trigger)
     path = write_trace(
-        tmp_path_factory.mktemp("t") / "trace.jsonl", norms, trigger=trigger, options=options, seen=seen,
+        tmp_path_factory.mktemp("t") / "trace.jsonl",
+        norms,
+        trigger=trigger,
+        options=options,
+        seen=seen,
         skipped=tuple(np.flatnonzero(generator.random(30) < 0.1) + 1),
         signal=generator.random((30, 5)) if trigger in ("gsnr", "jacobian") else None,
         recoverable=[True, True, False, True, True],
-        alpha=alpha, beta=beta, delta=delta, max_o=max_o, t_lock=t_lock, alpha_init_fraction=phase,
+        alpha=alpha,
+        beta=beta,
+        delta=delta,
+        max_o=max_o,
+        t_lock=t_lock,
+        alpha_init_fraction=phase,
         fidelity_warmup=0.0 if trigger == "static" else warmup,
     )
     series = read_series(path)
@@ -134,9 +148,12 @@ def test_the_command(tmp_path, capsys):
     assert [r["settings"] for r in rows] == ["recorded", "alpha=1.2"]
     assert rows[1]["promotion_ratio"] > rows[0]["promotion_ratio"]
     for arguments, message in (
-        (["--set", "alpha"], "--set alpha: FIELD=VALUE"), (["--set", "gamma=1"], "--set gamma=1"),
-        (["--set", "alpha=high"], "'high' is no number"), (["--set", "alpha=-1"], "alpha=-1"),
-        (["--set", "max_o=1.5"], "max_o=1.5"), (["--set", "max_o=9"], "the trace has 5 recoverable units"),
+        (["--set", "alpha"], "--set alpha: FIELD=VALUE"),
+        (["--set", "gamma=1"], "--set gamma=1"),
+        (["--set", "alpha=high"], "'high' is no number"),
+        (["--set", "alpha=-1"], "alpha=-1"),
+        (["--set", "max_o=1.5"], "max_o=1.5"),
+        (["--set", "max_o=9"], "the trace has 5 recoverable units"),
         (["--set", "alpha=1", "--set", "alpha=2"], "alpha was given already"),
     ):
         assert main(["replay", str(tmp_path), *arguments]) == 2

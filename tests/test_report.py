@@ -79,7 +79,7 @@ def test_the_page_stands_alone_and_escapes(run, tmp_path, capsys):
     assert "<script" not in text and "&lt;script&gt;alert(1)" in text and "&lt;b&gt;run &amp; co" in text
     links = re.findall(r'(?:src|href)="([^"]*)"', text)
     assert all(link.startswith(("#", "data:")) for link in links), "nothing is fetched"
-    assert not re.search(r'url\((?!#)', text) and "@import" not in text
+    assert not re.search(r"url\((?!#)", text) and "@import" not in text
     assert figures.INK not in text and figures.FAINT not in text and "prefers-color-scheme: dark" in text
     svgs = re.findall(r"<svg.*?</svg>", text, flags=re.S)
     assert len(svgs) == 3 and all(ElementTree.fromstring(svg).get("role") == "img" for svg in svgs)
@@ -117,9 +117,9 @@ def test_thinning_keeps_maxima_in_the_drawn_picture_too(tmp_path, steps, units):
     norms = np.ones((steps, units))
     where = np.random.default_rng(0).choice(np.arange(10, steps - 2), 40, replace=False)
     norms[where, where % units] = 30.0
-    series = read_series(write_trace(
-        tmp_path / "trace.jsonl", norms, alpha=2.0, alpha_init_fraction=0.0, beta=None, t_lock=0, max_o=units
-    ))
+    series = read_series(
+        write_trace(tmp_path / "trace.jsonl", norms, alpha=2.0, alpha_init_fraction=0.0, beta=None, t_lock=0, max_o=units)
+    )
     columns = figures.Columns.of(series)
     group = math.ceil(units / figures.ROWS)
     cells = {(int(columns.index[t]), (t % units) // group) for t in where}
@@ -219,8 +219,11 @@ def edited(text, line, **changes):
         (lambda t: "\n".join([*t.splitlines()[:30], "{broken", *t.splitlines()[31:]]) + "\n", 0, "only the first 29 steps"),
         (lambda t: "\n".join([*t.splitlines()[:30], '{"step": 30}', *t.splitlines()[31:]]) + "\n", 0, "first 29 steps"),
         (lambda t: t.splitlines()[0] + "\n", 0, "no step was recorded"),
-        (lambda t: "hello\n", 2, "not JSON"), (lambda t: '{"schema": 99}\n', 2, "schema 99"), (lambda t: "", 2, "empty"),
-        (lambda t: '{"schema": 1}\n', 2, "no list of units"), (lambda t: "[1]\n", 2, "not an object"),
+        (lambda t: "hello\n", 2, "not JSON"),
+        (lambda t: '{"schema": 99}\n', 2, "schema 99"),
+        (lambda t: "", 2, "empty"),
+        (lambda t: '{"schema": 1}\n', 2, "no list of units"),
+        (lambda t: "[1]\n", 2, "not an object"),
         (lambda t: t.replace('"max_o": 2', '"max_o": null', 1).replace('"max_o": 2', '"max_o": null', 1), 2, "max_o=None"),
         (lambda t: t.replace('"layer": 3', '"layer": "3"', 1), 2, "unit 3 of the header has layer='3'"),
         (lambda t: t.replace('"census": {', '"census": [{', 1).replace('}, "run_id"', '}], "run_id"', 1), 2, "census="),
@@ -289,8 +292,13 @@ def test_a_new_file_is_read_from_its_beginning_and_a_foreign_one_refused(tmp_pat
     file.rename(tmp_path / "trace.1.jsonl")
     file.write_text('{"c": 3}\n')
     assert list(tail.new()) == [{"c": 3}]
-    for text, words in (("no json\n", "not JSON"), ("[1]\n", "not an object"), ('{"step": 1}\n', "no header"),
-                        ('{"schema": 5, "units": []}\n', "schema 5"), ('{"schema": 1, "units": []}\n', "no list of units")):
+    for text, words in (
+        ("no json\n", "not JSON"),
+        ("[1]\n", "not an object"),
+        ('{"step": 1}\n', "no header"),
+        ('{"schema": 5, "units": []}\n', "schema 5"),
+        ('{"schema": 1, "units": []}\n', "no list of units"),
+    ):
         file.write_text(text)
         with pytest.raises(TraceError, match=words):
             follow(tmp_path, io.StringIO(), every=0.01, patience=0.01)
@@ -309,7 +317,8 @@ def test_the_panel_fits_the_terminal(run):
 def test_output_paths_are_checked_first(run, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     for arguments, words in (
-        (["--output", str(tmp_path / "nowhere" / "x.html")], "is no folder"), (["--output", str(tmp_path)], "is a folder"),
+        (["--output", str(tmp_path / "nowhere" / "x.html")], "is no folder"),
+        (["--output", str(tmp_path)], "is a folder"),
         (["--output", str(tmp_path / "x.html"), "--figures", str(tmp_path / "file")], "--figures"),
     ):
         assert main(["report", str(run), *arguments]) == 2

@@ -38,8 +38,17 @@ def straight(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("straight") / "run"
     model = model_for(tiny)
     arguments = TrainingArguments(
-        output_dir=str(folder), use_cpu=True, report_to=[], max_steps=6, save_strategy="steps", save_steps=1,
-        per_device_train_batch_size=4, learning_rate=1e-3, logging_steps=1, disable_tqdm=True, seed=0,
+        output_dir=str(folder),
+        use_cpu=True,
+        report_to=[],
+        max_steps=6,
+        save_strategy="steps",
+        save_steps=1,
+        per_device_train_batch_size=4,
+        learning_rate=1e-3,
+        logging_steps=1,
+        disable_tqdm=True,
+        seed=0,
     )
     Trainer(model, arguments, train_dataset=token_rows(), callbacks=[GNMRCallback(**SETTINGS)]).train()
     return folder, {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
@@ -92,8 +101,17 @@ def killed_run(folder, tiny, where, step):
 
         TrainerState.save_to_json = half
     arguments = TrainingArguments(
-        output_dir=folder, use_cpu=True, report_to=[], max_steps=6, save_strategy="steps", save_steps=2,
-        per_device_train_batch_size=4, learning_rate=1e-3, logging_steps=1, disable_tqdm=True, seed=0,
+        output_dir=folder,
+        use_cpu=True,
+        report_to=[],
+        max_steps=6,
+        save_strategy="steps",
+        save_steps=2,
+        per_device_train_batch_size=4,
+        learning_rate=1e-3,
+        logging_steps=1,
+        disable_tqdm=True,
+        seed=0,
     )
     callbacks = [GNMRCallback(**SETTINGS), *([Kill(step)] if where == "between saves" else [])]
     Dies(model_for(tiny), arguments, train_dataset=token_rows(), callbacks=callbacks).train()
@@ -102,16 +120,22 @@ def killed_run(folder, tiny, where, step):
 @pytest.mark.parametrize(
     ("where", "step", "last"),
     [
-        ("between saves", 5, "checkpoint-4"), ("between saves", 1, None),
-        ("while saving", 4, "checkpoint-2"), ("while saving the state", 4, "checkpoint-2"),
+        ("between saves", 5, "checkpoint-4"),
+        ("between saves", 1, None),
+        ("while saving", 4, "checkpoint-2"),
+        ("while saving the state", 4, "checkpoint-2"),
     ],
 )
 def test_kill_9(where, step, last, straight, trainer_for, tiny, tmp_path, capsys):
     run = tmp_path / "run"
     code = f"import test_resume; test_resume.killed_run({str(run)!r}, {tiny!r}, {where!r}, {step})"
     result = subprocess.run(
-        [sys.executable, "-c", f"import conftest; {code}"], cwd=pathlib.Path(__file__).parent, capture_output=True,
-        text=True, timeout=300, check=False,
+        [sys.executable, "-c", f"import conftest; {code}"],
+        cwd=pathlib.Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert result.returncode == -signal.SIGKILL, result.stderr[-3000:]
     written = [line["step"] for line in trace_lines(run)[1]]

@@ -60,10 +60,12 @@ def loop(model, session, optimizer, steps, accumulation, clip=1.0):
             loss = model(**next(batches)).loss / accumulation
             loss.backward()
             total += loss.item()
-        truth.append([
-            float(torch.stack([p.grad.float().norm() for p in unit.parameters if p.grad is not None]).norm())
-            for unit in session.units
-        ])
+        truth.append(
+            [
+                float(torch.stack([p.grad.float().norm() for p in unit.parameters if p.grad is not None]).norm())
+                for unit in session.units
+            ]
+        )
         reading = session.observe()
         assert reading.loss == pytest.approx(total, rel=1e-5)
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -78,7 +80,12 @@ def test_a_plain_torch_loop(tiny, tmp_path, accumulation):
     model = with_lora(load_int8(tiny)).train()
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
     session = GNMRSession(
-        model, max_o=1, alpha=0.9, total_steps=4, alpha_init_fraction=0.0, gradient_accumulation_steps=accumulation,
+        model,
+        max_o=1,
+        alpha=0.9,
+        total_steps=4,
+        alpha_init_fraction=0.0,
+        gradient_accumulation_steps=accumulation,
         output_dir=tmp_path / "run",
     )
     truth = loop(model, session, optimizer, 4, accumulation)
@@ -321,8 +328,17 @@ def test_several_processes_without_ddp_and_sharded_parameters_are_refused(tiny, 
 
 def test_layers_that_a_step_skips_are_not_observed_and_cause_no_spike(tmp_path, trainer_for):
     """OPT's layerdrop: a skipped layer has no gradient at all, which is no zero."""
-    config = hf.OPTConfig(vocab_size=128, hidden_size=64, ffn_dim=96, num_hidden_layers=6, num_attention_heads=4,
-                          word_embed_proj_dim=64, max_position_embeddings=32, layerdrop=0.4, dropout=0.0)
+    config = hf.OPTConfig(
+        vocab_size=128,
+        hidden_size=64,
+        ffn_dim=96,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        word_embed_proj_dim=64,
+        max_position_embeddings=32,
+        layerdrop=0.4,
+        dropout=0.0,
+    )
     torch.manual_seed(0)
     hf.OPTForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "opt")
     model = with_lora(load_int8(tmp_path / "opt"))
@@ -368,8 +384,17 @@ def test_scales_that_doras_plain_forward_lost_are_told(tiny, trainer_for):
 
 def test_what_lies_outside_the_layers_is_said(tmp_path, trainer_for, capsys):
     """An encoder-decoder model: the decoder is controlled, and the census does not hide the encoder."""
-    config = hf.BartConfig(vocab_size=128, d_model=64, encoder_layers=3, decoder_layers=3, encoder_attention_heads=4,
-                           decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, max_position_embeddings=32)
+    config = hf.BartConfig(
+        vocab_size=128,
+        d_model=64,
+        encoder_layers=3,
+        decoder_layers=3,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=96,
+        decoder_ffn_dim=96,
+        max_position_embeddings=32,
+    )
     hf.BartForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(tmp_path / "bart")
     model = hf.BartForConditionalGeneration.from_pretrained(
         tmp_path / "bart", dtype=torch.bfloat16, quantization_config=hf.BitsAndBytesConfig(load_in_8bit=True)

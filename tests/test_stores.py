@@ -65,8 +65,10 @@ def backend_for(model, **options):
 @pytest.mark.parametrize("store", ["in place", "slots", "device"])
 def test_every_store_gives_the_original_model_bit_for_bit(store, kind, tmp_path, request):
     folder = save_llama(
-        tmp_path / "llama", dtype=torch.float16 if kind == "fp16 checkpoint" else torch.bfloat16,
-        attention_bias=kind == "biased", mlp_bias=kind == "biased",
+        tmp_path / "llama",
+        dtype=torch.float16 if kind == "fp16 checkpoint" else torch.bfloat16,
+        attention_bias=kind == "biased",
+        mlp_bias=kind == "biased",
     )
     if store == "slots":
         request.getfixturevalue("slotted")
@@ -138,9 +140,7 @@ def test_training_in_every_store_gives_the_same_run(tiny, trainer_for, tmp_path,
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.integers(1, 40), st.integers(1, 40), st.sampled_from(["normal", "student", "bits"]), st.integers(0, 2**31 - 1)
-)
+@given(st.integers(1, 40), st.integers(1, 40), st.sampled_from(["normal", "student", "bits"]), st.integers(0, 2**31 - 1))
 def test_a_residual_decodes_to_the_original_whatever_it_is(rows, columns, kind, seed):
     """Also for bit patterns that are no reasonable weight: then nearly everything is an exception."""
     generator = torch.Generator().manual_seed(seed)

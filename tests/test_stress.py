@@ -24,13 +24,27 @@ stress = importlib.util.module_from_spec(spec)
 sys.modules["stress"] = stress
 spec.loader.exec_module(stress)
 SMALL = [
-    "activation_small", "training.max_steps=20", "training.eval_strategy=no", "data.documents=400", "data.eval_rows=8",
-    "training.per_device_train_batch_size=4", "training.logging_steps=20",
+    "activation_small",
+    "training.max_steps=20",
+    "training.eval_strategy=no",
+    "data.documents=400",
+    "data.eval_rows=8",
+    "training.per_device_train_batch_size=4",
+    "training.logging_steps=20",
     "model.architecture={model_type: llama, vocab_size: 288, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,"
     " num_attention_heads: 2, max_position_embeddings: 128, tie_word_embeddings: false}",
 ]
 ARMS = [
-    "listed:jacobian", "random:1.5:1.3", "random:0.1", "none", "all", "exact", "gnmr:1.5:1.3", "gsnr", "jacobian", "static",
+    "listed:jacobian",
+    "random:1.5:1.3",
+    "random:0.1",
+    "none",
+    "all",
+    "exact",
+    "gnmr:1.5:1.3",
+    "gsnr",
+    "jacobian",
+    "static",
 ]
 
 
@@ -48,8 +62,10 @@ def test_a_grid_of_twenty_steps(tmp_path):
     table = json.loads((out / "stress.json").read_text())
     rows = {r["arm"]: r for r in table["rows"]}
     assert len(rows) == len(ARMS) and all(r["seeds"] == [1, 2] for r in rows.values())
-    ours = {seed: json.loads((out / f"int-2-8_maxo2_gnmr-1.5-1.3_seed{seed}" / "results.json").read_text())["eval_loss"]
-            for seed in (1, 2)}
+    ours = {
+        seed: json.loads((out / f"int-2-8_maxo2_gnmr-1.5-1.3_seed{seed}" / "results.json").read_text())["eval_loss"]
+        for seed in (1, 2)
+    }
     low = {seed: json.loads((out / f"int-2-8_none_seed{seed}" / "results.json").read_text())["eval_loss"] for seed in (1, 2)}
     high = {seed: json.loads((out / f"int-2-8_all_seed{seed}" / "results.json").read_text())["eval_loss"] for seed in (1, 2)}
     row = rows["gnmr 1.5/1.3"]
@@ -74,18 +90,38 @@ def test_a_grid_of_twenty_steps(tmp_path):
     assert rows["gsnr"]["trigger_bytes"] > 0 == rows["jacobian"]["trigger_bytes"]
     assert rows["none"]["peak_saved_bytes"] < row["peak_saved_bytes"] < rows["all"]["peak_saved_bytes"]
     assert set(table["step_times"]) == {
-        "plain", "fixed", "gnmr", "none", "all", "gsnr", "jacobian", "static", "random", "none, against fixed",
+        "plain",
+        "fixed",
+        "gnmr",
+        "none",
+        "all",
+        "gsnr",
+        "jacobian",
+        "static",
+        "random",
+        "none, against fixed",
     }
     assert "| int:2:8 | 2 | gnmr 1.5/1.3 | 2 |" in done.stdout and (out / "stress.md").read_text().strip() in done.stdout
-    seeds = [json.loads((out / f"int-2-8_maxo2_random-1.5-1.3_seed{s}" / "trace.jsonl").read_text().splitlines()[0])
-             for s in (1, 2)]
+    seeds = [
+        json.loads((out / f"int-2-8_maxo2_random-1.5-1.3_seed{s}" / "trace.jsonl").read_text().splitlines()[0])
+        for s in (1, 2)
+    ]
     assert seeds[0]["trigger"] == "random"
     other = grid(out, *arguments, "--table-only")
     assert other.returncode == 0
     changed = subprocess.run(
-        [sys.executable, str(REPOSITORY / "eval" / "stress.py"), *SMALL, "training.learning_rate=1e-4", "--out", str(out),
-         *arguments],
-        capture_output=True, text=True, check=False,
+        [
+            sys.executable,
+            str(REPOSITORY / "eval" / "stress.py"),
+            *SMALL,
+            "training.learning_rate=1e-4",
+            "--out",
+            str(out),
+            *arguments,
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert changed.returncode == 2 and "section training has other settings" in changed.stderr
     before = (out / "int-2-8_all_seed1" / "trace.jsonl").stat().st_mtime_ns
@@ -100,9 +136,26 @@ def test_a_grid_of_twenty_steps(tmp_path):
 def test_a_grid_of_products_in_two_stages(tmp_path):
     out = tmp_path / "grid"
     arguments = [
-        "lowbit_small", *SMALL[1:], "training.max_steps=8", "backend.eval_path=recovery", "--out", str(out), "--max-o", "1",
-        "--arms", "none", "all", "exact", "gnmr:1.5-0.9:off", "random:1.5-0.9:off", "--seeds", "1", "2", "--formats",
-        "lowbit:4:8", "lowbit:4:16",
+        "lowbit_small",
+        *SMALL[1:],
+        "training.max_steps=8",
+        "backend.eval_path=recovery",
+        "--out",
+        str(out),
+        "--max-o",
+        "1",
+        "--arms",
+        "none",
+        "all",
+        "exact",
+        "gnmr:1.5-0.9:off",
+        "random:1.5-0.9:off",
+        "--seeds",
+        "1",
+        "2",
+        "--formats",
+        "lowbit:4:8",
+        "lowbit:4:16",
     ]
     command = [sys.executable, str(REPOSITORY / "eval" / "stress.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
@@ -122,16 +175,23 @@ def test_a_grid_of_products_in_two_stages(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--arms", "gnmr"], "--arms gnmr:"), (["--arms", "mean"], "--arms mean"),
-        (["--arms", "listed:gsnr"], "listed:gsnr needs gsnr"), (["--arms", "listed:none"], "--arms listed:none"),
-        (["--arms", "listed"], "--arms listed: "), (["--arms", "listed:0.1"], "--arms listed:0.1: "),
-        (["--arms", "listed:gnmr"], "--arms gnmr:"), (["--arms", "listed:down_proj"], "such as listed:*.down_proj"),
+        (["--arms", "gnmr"], "--arms gnmr:"),
+        (["--arms", "mean"], "--arms mean"),
+        (["--arms", "listed:gsnr"], "listed:gsnr needs gsnr"),
+        (["--arms", "listed:none"], "--arms listed:none"),
+        (["--arms", "listed"], "--arms listed: "),
+        (["--arms", "listed:0.1"], "--arms listed:0.1: "),
+        (["--arms", "listed:gnmr"], "--arms gnmr:"),
+        (["--arms", "listed:down_proj"], "such as listed:*.down_proj"),
         (["--arms", "listed:*.[qk]_proj", "listed:*.{qk}_proj"], "would have the folders of listed *.[qk]_proj"),
         (["--arms", "random:1.5:1.3"], "needs gnmr:1.5:1.3"),
         (["--formats", "int:1:8"], "bits_low=1"),
-        (["--formats", "int"], "--formats int"), (["--formats", "lowbit:5:8"], "bits_low=5"),
-        (["--formats", "fp8:8:8"], "--formats fp8:8:8"), (["--workers", "0"], "--workers 0"),
-        (["--arms", "random:off"], "--arms random:off"), (["--arms", "gnmr:1-2-3:off"], "--arms gnmr:1-2-3:off"),
+        (["--formats", "int"], "--formats int"),
+        (["--formats", "lowbit:5:8"], "bits_low=5"),
+        (["--formats", "fp8:8:8"], "--formats fp8:8:8"),
+        (["--workers", "0"], "--workers 0"),
+        (["--arms", "random:off"], "--arms random:off"),
+        (["--arms", "gnmr:1-2-3:off"], "--arms gnmr:1-2-3:off"),
         (["--arms", "gnmr:x:1.3"], "--arms gnmr:x:1.3"),
         (["--arms", "gsnr", "--max-o", "-1"], "max_o=-1"),
         (["--arms", "gsnr", "--max-o", "15"], "max_o=15: the model has 14 recoverable units"),
@@ -307,9 +367,14 @@ def test_what_an_arm_is_held_against():
         return {"eval_loss": loss, "promotion_ratio": ratio, "lifted": {}}
 
     words = {
-        "none": (None, 2.0, 0.0), "gnmr:1.5:1.3": (4, 1.9, 0.1), "random:1.5:1.3": (4, 1.8, 0.1),
-        "listed:gnmr:1.5:1.3": (4, 1.7, 0.1), "gsnr": (4, 1.6, 0.142), "random:0.1428": (4, 1.5, 0.143),
-        "listed:*.down_proj": (None, 1.4, 0.1428), "static": (None, 1.3, 0.3),
+        "none": (None, 2.0, 0.0),
+        "gnmr:1.5:1.3": (4, 1.9, 0.1),
+        "random:1.5:1.3": (4, 1.8, 0.1),
+        "listed:gnmr:1.5:1.3": (4, 1.7, 0.1),
+        "gsnr": (4, 1.6, 0.142),
+        "random:0.1428": (4, 1.5, 0.143),
+        "listed:*.down_proj": (None, 1.4, 0.1428),
+        "static": (None, 1.3, 0.3),
     }
     runs = {
         stress.Job(stress.arm_of(text), "int:2:8", max_o, 1): run(loss, ratio)
@@ -318,8 +383,14 @@ def test_what_an_arm_is_held_against():
     rows = {row["arm"]: row for row in stress.rows_of(runs)}
     against = {arm: row["against_random"] and round(row["against_random"]["mean"], 6) for arm, row in rows.items()}
     assert against == {
-        "none": None, "gnmr 1.5/1.3": 0.1, "random 1.5/1.3": None, "listed gnmr 1.5/1.3": -0.1, "gsnr": 0.1,
-        "random 0.1428": None, "listed *.down_proj": -0.1, "static": None,
+        "none": None,
+        "gnmr 1.5/1.3": 0.1,
+        "random 1.5/1.3": None,
+        "listed gnmr 1.5/1.3": -0.1,
+        "gsnr": 0.1,
+        "random 0.1428": None,
+        "listed *.down_proj": -0.1,
+        "static": None,
     }
     assert {arm for arm, row in rows.items() if row["against_listed"]} == {"gnmr 1.5/1.3"}
     assert rows["gnmr 1.5/1.3"]["against_listed"]["mean"] == pytest.approx(0.2)
@@ -336,9 +407,14 @@ def test_arms_and_formats_in_a_recipes_words():
     assert arm.label == "gnmr 1.5-1.1/off"
     assert arm.overrides() == ["gnmr.alpha_init=1.5", "gnmr.alpha=1.1", "gnmr.beta=null"]
     assert stress.Arm("gnmr", ("1e-1", "1.5")).overrides() == [
-        "gnmr.alpha_init_fraction=0.0", "gnmr.alpha=1e-1", "gnmr.beta=1.5",
+        "gnmr.alpha_init_fraction=0.0",
+        "gnmr.alpha=1e-1",
+        "gnmr.beta=1.5",
     ]
     assert [stress.format_of(name, []) for name in ("activation_small", "lowbit_small", "pangu_small", "moe_small")] == [
-        "float:4:8", "lowbit:6:8", "lowbit:4:8", "fp8:8:16",
+        "float:4:8",
+        "lowbit:6:8",
+        "lowbit:4:8",
+        "fp8:8:16",
     ]
     assert "backend.name=activation" in stress.format_overrides("int:2:8"), "whatever the recipe's backend is"

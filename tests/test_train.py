@@ -62,7 +62,10 @@ def test_the_modes_start_from_the_same_adapters_and_see_the_same_data(recipe_fil
         assert (p.abs().max() > 0) == (".lora_A." in name)
     losses = {}
     for mode, overrides in {
-        "gnmr": [], "none": ["trigger.name=none"], "all": ["trigger.name=all"], "bf16": ["backend.name=none"]
+        "gnmr": [],
+        "none": ["trigger.name=none"],
+        "all": ["trigger.name=all"],
+        "bf16": ["backend.name=none"],
     }.items():
         out = tmp_path / mode
         assert main([recipe_file, f"training.output_dir={out}", "training.bf16=true", *overrides]) == 0
@@ -77,8 +80,18 @@ def test_the_modes_start_from_the_same_adapters_and_see_the_same_data(recipe_fil
 def test_adapters_from_a_folder(recipe_file, tmp_path, tiny_lm, capsys):
     first = tmp_path / "first"
     assert main([recipe_file, f"training.output_dir={first}"]) == 0
-    assert main([recipe_file, f"training.output_dir={tmp_path / 'second'}", f"lora.init_adapter={first}",
-                 "training.learning_rate=0", "training.max_steps=1"]) == 0
+    assert (
+        main(
+            [
+                recipe_file,
+                f"training.output_dir={tmp_path / 'second'}",
+                f"lora.init_adapter={first}",
+                "training.learning_rate=0",
+                "training.max_steps=1",
+            ]
+        )
+        == 0
+    )
     a, b = (load_file(folder / "adapter_model.safetensors") for folder in (first, tmp_path / "second"))
     assert all(torch.equal(a[k], b[k]) for k in a)
     other = ["lora.target_modules=[q_proj]", f"training.output_dir={tmp_path / 'third'}"]
@@ -223,9 +236,14 @@ def test_overwriting_moves_only_when_the_start_is_good_and_nothing_that_is_neede
     monkeypatch.chdir(run)
     assert "current folder" in refused(capsys, recipe_file, "run.overwrite=true", "training.output_dir=.")
     monkeypatch.chdir(tmp_path)
-    for override in ("backend.recovery_source=/nowhere", "training.lr_scheduler_type=cosine_with_min_lr",
-                     "training.dataloader_num_workers=-3", "model.layers=nothing.*",
-                     "trigger.name=listed trigger.units=[nothing]", "trigger.name=static trigger.warmup=99"):
+    for override in (
+        "backend.recovery_source=/nowhere",
+        "training.lr_scheduler_type=cosine_with_min_lr",
+        "training.dataloader_num_workers=-3",
+        "model.layers=nothing.*",
+        "trigger.name=listed trigger.units=[nothing]",
+        "trigger.name=static trigger.warmup=99",
+    ):
         assert main([recipe_file, "run.overwrite=true", *override.split()]) == 2, override
         assert files_of(run) == before and not (tmp_path / "run.1").exists(), override
     (tmp_path / "link").symlink_to(run)
@@ -260,6 +278,7 @@ def test_exact_match_counts_what_greedy_decoding_gets_right_in_any_batch(tiny_lm
 def test_dropout_does_not_depend_on_how_the_model_was_loaded(recipe_file, tmp_path, monkeypatch):
     runs = []
     for draws in (0, 7):
+
         def loading(*arguments, draws=draws):
             torch.rand(draws)
             return load_base(*arguments)
@@ -277,7 +296,10 @@ def test_one_recipe_three_ways(recipe_file, tmp_path):
     out = tmp_path / "out"
     result = subprocess.run(
         [sys.executable, script, recipe_file, "--out", out, "--rounds", "11", "training.max_steps=2", "data.eval_rows=4"],
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert result.returncode == 0, result.stderr[-2000:]
     table = (out / "table.md").read_text()
@@ -293,9 +315,7 @@ def test_resume_refuses_what_would_destroy_or_mix_runs(recipe_file, tmp_path, ca
     assert main([recipe_file, *saving, f"training.output_dir={a}"]) == 0
     assert main([recipe_file, f"training.output_dir={b}"]) == 0
     before = {folder: files_of(folder) for folder in (a, b)}
-    assert "no whole checkpoint to go on from" in refused(
-        capsys, recipe_file, f"training.output_dir={b}", "run.resume=auto"
-    )
+    assert "no whole checkpoint to go on from" in refused(capsys, recipe_file, f"training.output_dir={b}", "run.resume=auto")
     assert "holds a run of its own" in refused(
         capsys, recipe_file, f"training.output_dir={b}", f"run.resume={a}/checkpoint-3"
     )
@@ -378,7 +398,11 @@ def test_every_way_to_launch(recipe_file, tmp_path, launcher):
     command = [str(pathlib.Path(sys.executable).parent / launcher[0]) if "/" not in launcher[0] else launcher[0]]
     path = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     result = subprocess.run(
-        [*command, *launcher[1:], str(file)], capture_output=True, text=True, timeout=300, env={**os.environ, "PATH": path},
+        [*command, *launcher[1:], str(file)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PATH": path},
         check=False,
     )
     assert result.returncode == 0, result.stderr[-2000:]

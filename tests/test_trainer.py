@@ -38,9 +38,17 @@ def straight(trainer_for, tiny, tmp_path):
 def test_the_best_model_is_loaded_at_the_end(trainer_for, tiny, tmp_path, straight):
     model = with_lora(load_int8(tiny))
     trainer = trainer_for(
-        model, GNMRCallback(**MOVING), eval_dataset=token_rows(8, seed=9), eval_strategy="steps", eval_steps=2,
-        save_strategy="steps", save_steps=2, load_best_model_at_end=True, learning_rate=1e-3,
-        metric_for_best_model="eval_loss", greater_is_better=True,  # the first evaluation is the worst: best by this
+        model,
+        GNMRCallback(**MOVING),
+        eval_dataset=token_rows(8, seed=9),
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        load_best_model_at_end=True,
+        learning_rate=1e-3,
+        metric_for_best_model="eval_loss",
+        greater_is_better=True,  # the first evaluation is the worst: best by this
     )
     trainer.train()
     assert figures(tmp_path / "run") == straight
@@ -53,9 +61,17 @@ def test_the_best_model_is_loaded_at_the_end(trainer_for, tiny, tmp_path, straig
 def test_early_stopping(trainer_for, tiny, tmp_path, straight):
     model, callback = with_lora(load_int8(tiny)), GNMRCallback(**MOVING)
     trainer = trainer_for(
-        model, callback, EarlyStoppingCallback(early_stopping_patience=1), eval_dataset=token_rows(8, seed=9),
-        eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, load_best_model_at_end=True,
-        metric_for_best_model="eval_loss", greater_is_better=True,
+        model,
+        callback,
+        EarlyStoppingCallback(early_stopping_patience=1),
+        eval_dataset=token_rows(8, seed=9),
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        greater_is_better=True,
     )
     trainer.train()
     done = trainer.state.global_step
@@ -73,9 +89,7 @@ def test_a_batch_size_that_is_found_by_running_out_of_memory(trainer_for, tiny, 
             return super().training_step(model, inputs, *args, **kwargs)
 
     model, callback = with_lora(load_int8(tiny)), GNMRCallback(**MOVING)
-    trainer = trainer_for(
-        model, callback, trainer_class=Small, auto_find_batch_size=True, per_device_train_batch_size=8
-    )
+    trainer = trainer_for(model, callback, trainer_class=Small, auto_find_batch_size=True, per_device_train_batch_size=8)
     trainer.train()
     assert trainer._train_batch_size <= 4
     lines = trace_lines(tmp_path / "run")[1]
@@ -255,25 +269,41 @@ def test_supervised_fine_tuning_by_trl(kind, tiny_lm, tmp_path):
     class WithLogs(GNMRTrainerMixin, trl.SFTTrainer):
         pass
 
-    rows = datasets.Dataset.from_list([
-        {"text": f"What is {a} plus {a + 3}? It is {2 * a + 3}."} if kind == "packing"
-        else {"prompt": f"What is {a} plus {a + 3}?", "completion": f" It is {2 * a + 3}."}
-        for a in range(40)
-    ])
+    rows = datasets.Dataset.from_list(
+        [
+            {"text": f"What is {a} plus {a + 3}? It is {2 * a + 3}."}
+            if kind == "packing"
+            else {"prompt": f"What is {a} plus {a + 3}?", "completion": f" It is {2 * a + 3}."}
+            for a in range(40)
+        ]
+    )
     lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     found = {}
     for trainer_class in (trl.SFTTrainer, WithLogs):
         model = load_int8(tiny_lm)
         arguments = trl.SFTConfig(
-            output_dir=str(tmp_path / "run"), use_cpu=True, report_to=[], max_steps=6, save_strategy="no", seed=0,
-            per_device_train_batch_size=4, learning_rate=1e-3, disable_tqdm=True, logging_steps=1, bf16=False,
-            packing=kind == "packing", max_length=64,
+            output_dir=str(tmp_path / "run"),
+            use_cpu=True,
+            report_to=[],
+            max_steps=6,
+            save_strategy="no",
+            seed=0,
+            per_device_train_batch_size=4,
+            learning_rate=1e-3,
+            disable_tqdm=True,
+            logging_steps=1,
+            bf16=False,
+            packing=kind == "packing",
+            max_length=64,
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trainer = trainer_class(
-                with_lora(model, task_type="CAUSAL_LM") if kind == "peft model" else model, arguments, train_dataset=rows,
-                processing_class=byte_tokenizer(), peft_config=None if kind == "peft model" else lora,
+                with_lora(model, task_type="CAUSAL_LM") if kind == "peft model" else model,
+                arguments,
+                train_dataset=rows,
+                processing_class=byte_tokenizer(),
+                peft_config=None if kind == "peft model" else lora,
                 callbacks=[GNMRCallback(**MOVING)],
             )
             trainer.train()

@@ -145,8 +145,9 @@ def test_what_is_no_step_enters_no_signal(trainer_for, tmp_path, trigger):
 def test_a_loop_without_accelerate_takes_the_signal_once_a_step(trigger):
     def run(parts):
         model = random_llama()
-        session = GNMRSession(model, total_steps=4, backend="activation", trigger=trigger, max_o=2,
-                              gradient_accumulation_steps=len(parts))
+        session = GNMRSession(
+            model, total_steps=4, backend="activation", trigger=trigger, max_o=2, gradient_accumulation_steps=len(parts)
+        )
         found = []
         for _ in range(3):
             for part in parts:
@@ -169,9 +170,16 @@ def test_no_trigger_changes_what_is_kept():
     kept = {}
     for name in TRIGGERS:
         model = random_llama()
-        session = GNMRSession(model, total_steps=999, backend="activation", trigger=name, max_o=0,
-                              trigger_options={"random": {"promotion_ratio": 0.0},
-                                               "listed": {"units": ["*"], "promotion_ratio": 0.0}}.get(name, {}))
+        session = GNMRSession(
+            model,
+            total_steps=999,
+            backend="activation",
+            trigger=name,
+            max_o=0,
+            trigger_options={"random": {"promotion_ratio": 0.0}, "listed": {"units": ["*"], "promotion_ratio": 0.0}}.get(
+                name, {}
+            ),
+        )
         session.backend.apply(np.zeros(21, dtype=bool))
         backward(model, IDS)
         kept[name] = session.backend.step_figures()["saved_bytes"]
@@ -379,8 +387,14 @@ def lifted_by(trigger, steps):
 
 def test_listed_keeps_the_units_of_its_patterns_whatever_the_gradients_say():
     def make(units, recoverable=None, **more):
-        return make_trigger("listed", 4, GNMRConfig(max_o=1, alpha_init_fraction=0.0), recoverable=recoverable,
-                            options={"units": units, **more}, names=NAMES)
+        return make_trigger(
+            "listed",
+            4,
+            GNMRConfig(max_o=1, alpha_init_fraction=0.0),
+            recoverable=recoverable,
+            options={"units": units, **more},
+            names=NAMES,
+        )
 
     trigger = make(["*.down_proj"])
     assert lifted_by(trigger, 3) == [[1, 3]] * 3 and trigger.most_active() == 2, "exempt from maxO"
@@ -404,15 +418,19 @@ def test_listed_keeps_the_units_of_its_patterns_whatever_the_gradients_say():
 
 def test_listed_takes_the_most_lifted_units_of_a_trace(tmp_path):
     norms = stationary(200, 6, seed=3, spikes=0.3)
-    write_trace(tmp_path / "trace.jsonl", norms, max_o=2, alpha=1.2, beta=1.1, alpha_init_fraction=0.0,
-                fidelity_warmup=0.05)
+    write_trace(tmp_path / "trace.jsonl", norms, max_o=2, alpha=1.2, beta=1.1, alpha_init_fraction=0.0, fidelity_warmup=0.05)
     trace = read_trace(tmp_path / "trace.jsonl")
     lines = trace.steps[10:]  # behind the warm-up
     counts = np.bincount([unit for line in lines for unit in line["active"]], minlength=6)
     order = np.argsort(-counts, kind="stable").tolist()
     names = [f"model.layers.{i}" for i in range(6)]
-    trigger = make_trigger("listed", 6, GNMRConfig(max_o=2, alpha_init_fraction=0.0),
-                           options={"trace": str(tmp_path / "trace.jsonl")}, names=names)
+    trigger = make_trigger(
+        "listed",
+        6,
+        GNMRConfig(max_o=2, alpha_init_fraction=0.0),
+        options={"trace": str(tmp_path / "trace.jsonl")},
+        names=names,
+    )
     assert trigger.given["units"] == [names[i] for i in order] and trigger.given["trace"] is None
     assert trigger.given["promotion_ratio"] == pytest.approx(counts.sum() / (6 * 190))
     found = lifted_by(trigger, 1000)
@@ -424,23 +442,49 @@ def test_listed_takes_the_most_lifted_units_of_a_trace(tmp_path):
     other = make_trigger("listed", 6, config, options={"trace": str(tmp_path)}, names=names)
     assert other.given == trigger.given, "the folder of a run will do"
     with pytest.raises(ConfigError, match="a unit 'model.layers.2' with a recovery path, unlike this run"):
-        make_trigger("listed", 6, GNMRConfig(), options={"trace": str(tmp_path)}, names=names, total_steps=10,
-                     recoverable=[True, True, False, True, True, True])
+        make_trigger(
+            "listed",
+            6,
+            GNMRConfig(),
+            options={"trace": str(tmp_path)},
+            names=names,
+            total_steps=10,
+            recoverable=[True, True, False, True, True, True],
+        )
     renamed = [*names[:5], "lm"]
     for others, message in ((names[:5], "has 6 units, this run 5"), (renamed, "unit 'model.layers.5', this run 'lm'")):
         with pytest.raises(ConfigError, match=message):
-            make_trigger("listed", len(others), GNMRConfig(), options={"trace": str(tmp_path / "trace.jsonl")}, names=others,
-                         total_steps=10)
+            make_trigger(
+                "listed",
+                len(others),
+                GNMRConfig(),
+                options={"trace": str(tmp_path / "trace.jsonl")},
+                names=others,
+                total_steps=10,
+            )
 
 
 def test_listed_counts_the_steps_that_the_report_counts(tmp_path):
     norms = np.ones((40, 3))
     norms[2, 0] = 9  # lifted through a row of skipped steps, but in one step that counts
     norms[24:34:2, 2] = 9
-    write_trace(tmp_path / "trace.jsonl", norms, max_o=1, alpha=1.2, beta=None, t_lock=0, alpha_init_fraction=0.0,
-                skipped=range(4, 24))
-    trigger = make_trigger("listed", 3, GNMRConfig(max_o=1, alpha_init_fraction=0.0), options={"trace": str(tmp_path)},
-                           names=[f"model.layers.{i}" for i in range(3)])
+    write_trace(
+        tmp_path / "trace.jsonl",
+        norms,
+        max_o=1,
+        alpha=1.2,
+        beta=None,
+        t_lock=0,
+        alpha_init_fraction=0.0,
+        skipped=range(4, 24),
+    )
+    trigger = make_trigger(
+        "listed",
+        3,
+        GNMRConfig(max_o=1, alpha_init_fraction=0.0),
+        options={"trace": str(tmp_path)},
+        names=[f"model.layers.{i}" for i in range(3)],
+    )
     assert trigger.given["units"] == ["model.layers.2", "model.layers.0", "model.layers.1"]
     assert trigger.given["promotion_ratio"] == summarise(read_trace(tmp_path / "trace.jsonl"))["promotion_ratio"]
 
@@ -449,8 +493,13 @@ def test_listed_counts_the_steps_that_the_report_counts(tmp_path):
 @pytest.mark.parametrize(
     ("where", "key", "value"),
     [
-        ("line", "active", [77]), ("line", "active", None), ("header", "units", "x"), ("header", "config", None),
-        ("header", "config", {"fidelity_warmup": "half"}), ("unit", "recoverable", None), ("file", "", "no trace\n"),
+        ("line", "active", [77]),
+        ("line", "active", None),
+        ("header", "units", "x"),
+        ("header", "config", None),
+        ("header", "config", {"fidelity_warmup": "half"}),
+        ("unit", "recoverable", None),
+        ("file", "", "no trace\n"),
     ],
 )
 def test_a_trace_that_says_nothing_is_refused_by_its_name(tmp_path, name, where, key, value):
@@ -461,14 +510,20 @@ def test_a_trace_that_says_nothing_is_refused_by_its_name(tmp_path, name, where,
     target[key] = value
     path.write_text(value if where == "file" else "".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(ConfigError, match="trace="):
-        make_trigger(name, 4, GNMRConfig(max_o=2, alpha_init_fraction=0.0), options={"trace": str(path)},
-                     names=[f"model.layers.{i}" for i in range(4)])
+        make_trigger(
+            name,
+            4,
+            GNMRConfig(max_o=2, alpha_init_fraction=0.0),
+            options={"trace": str(path)},
+            names=[f"model.layers.{i}" for i in range(4)],
+        )
 
 
 def test_a_path_among_the_options_goes_into_checkpoints_as_text(trainer_for, tmp_path):
     write_trace(tmp_path / "other.jsonl", stationary(20, 3), max_o=2, alpha=1.1, alpha_init_fraction=0.0)
-    callback = GNMRCallback(backend="activation", unit="layer", trigger="listed", max_o=1,
-                            trigger_options={"trace": tmp_path / "other.jsonl"})
+    callback = GNMRCallback(
+        backend="activation", unit="layer", trigger="listed", max_o=1, trigger_options={"trace": tmp_path / "other.jsonl"}
+    )
     trainer_for(random_llama(), callback, save_strategy="steps", save_steps=3).train()
     assert (tmp_path / "run" / "checkpoint-3" / "trainer_state.json").is_file()
     with pytest.raises(ConfigError, match=r"trigger_options=\['units'\]: a dict"):
@@ -490,8 +545,15 @@ def test_a_list_that_fits_no_unit_is_refused_by_name(trainer_for):
             random_llama(), GNMRCallback(backend="activation", trigger="listed", trigger_options={"units": ["*.donw_proj"]})
         ).train()
     with pytest.raises(ConfigError, match="without a recovery path"):
-        make_trigger("listed", 4, GNMRConfig(max_o=1), recoverable=[True, True, True, False], total_steps=9,
-                     options={"units": ["layers.1.down_proj"]}, names=NAMES)
+        make_trigger(
+            "listed",
+            4,
+            GNMRConfig(max_o=1),
+            recoverable=[True, True, True, False],
+            total_steps=9,
+            options={"units": ["layers.1.down_proj"]},
+            names=NAMES,
+        )
     with pytest.raises(ConfigError, match="needs the names"):
         make_trigger("listed", 4, GNMRConfig(max_o=1), total_steps=9, options={"units": ["*"]})
 
@@ -499,19 +561,27 @@ def test_a_list_that_fits_no_unit_is_refused_by_name(trainer_for):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("listed", {}, "takes units"), ("listed", {"units": []}, r"units=\[\]"), ("listed", {"units": "*"}, r"units='\*'"),
-        ("listed", {"units": ["*"], "trace": "t"}, "takes units"), ("listed", {"units": [3]}, r"units=\[3\]"),
+        ("listed", {}, "takes units"),
+        ("listed", {"units": []}, r"units=\[\]"),
+        ("listed", {"units": "*"}, r"units='\*'"),
+        ("listed", {"units": ["*"], "trace": "t"}, "takes units"),
+        ("listed", {"units": [3]}, r"units=\[3\]"),
         ("listed", {"units": ["*"], "promotion_ratio": 1.5}, "promotion_ratio=1.5"),
         ("listed", {"units": ["unit.1"], "promotion_ratio": 0.5}, "4 units in the mean, and the list has 1"),
-        ("random", {}, "promotion_ratio or trace"), ("random", {"promotion_ratio": 2.0}, "promotion_ratio=2.0"),
-        ("random", {"promotion_ratio": 0.9}, "max_o allows 2"), ("random", {"trace": "/gone"}, "trace='/gone'"),
+        ("random", {}, "promotion_ratio or trace"),
+        ("random", {"promotion_ratio": 2.0}, "promotion_ratio=2.0"),
+        ("random", {"promotion_ratio": 0.9}, "max_o allows 2"),
+        ("random", {"trace": "/gone"}, "trace='/gone'"),
         ("random", {"promotion_ratio": 0.1, "seed": -1}, "seed=-1"),
         ("random", {"promotion_ratio": 0.1, "hold": 0}, "hold=0"),
         ("random", {"promotion_ratio": 0.1, "hold": 2.0}, "hold=2.0"),
         ("static", {"warmup": 0}, "warmup=0"),
-        ("static", {"warmup": 1.5}, "warmup=1.5"), ("static", {"warmup": 50}, "nothing would be left"),
-        ("static", {"share": 0, "warmup": 5}, "share=0"), ("gnmr", {"share": 0.5}, "it belongs to static"),
-        ("gsnr", {"window": 5}, "gsnr has none"), ("mean", {}, "trigger='mean'"),
+        ("static", {"warmup": 1.5}, "warmup=1.5"),
+        ("static", {"warmup": 50}, "nothing would be left"),
+        ("static", {"share": 0, "warmup": 5}, "share=0"),
+        ("gnmr", {"share": 0.5}, "it belongs to static"),
+        ("gsnr", {"window": 5}, "gsnr has none"),
+        ("mean", {}, "trigger='mean'"),
     ],
 )
 def test_what_is_not_allowed(name, options, message):
@@ -525,7 +595,8 @@ def test_what_is_not_allowed(name, options, message):
 # -- under a Trainer -------------------------------------------------------------------------------------------------------
 
 MORE = {
-    "random": {"promotion_ratio": 0.1}, "static": {"warmup": 2},
+    "random": {"promotion_ratio": 0.1},
+    "static": {"warmup": 2},
     "listed": {"units": ["*.down_proj"], "promotion_ratio": 0.07},
 }
 
@@ -537,8 +608,9 @@ def test_every_trigger_trains_and_leaves_its_figures(trainer_for, tmp_path, trig
     trainer_for(model, callback).train()
     header, lines = trace_lines(tmp_path / "run")
     assert header["trigger"] == trigger and len(lines) == 6
-    assert header["census"]["trigger_bytes"] == (8 * sum(u.parameters[0].numel() for u in find_projections(model)) if
-                                                 trigger == "gsnr" else 0)
+    assert header["census"]["trigger_bytes"] == (
+        8 * sum(u.parameters[0].numel() for u in find_projections(model)) if trigger == "gsnr" else 0
+    )
     if trigger in ("gsnr", "jacobian"):
         order = np.argsort(np.array(lines[2]["signal"]) * (1 if trigger == "gsnr" else -1), kind="stable")
         assert sorted(order[:3].tolist()) == lines[3]["active"]

@@ -20,8 +20,12 @@ def test_every_step_is_right_and_the_last_is_the_answer(split, seed):
         steps = STEP.findall(row["answer"])
         assert steps
         for left, operator, right, result in steps:
-            value = {"+": int(left) + int(right), "-": int(left) - int(right), "*": int(left) * int(right),
-                     "/": int(left) / int(right)}[operator]
+            value = {
+                "+": int(left) + int(right),
+                "-": int(left) - int(right),
+                "*": int(left) * int(right),
+                "/": int(left) / int(right),
+            }[operator]
             assert value == int(result)
         assert row["answer"].splitlines()[-1] == f"#### {steps[-1][3]}"
         assert split_of(row["question"]) == split

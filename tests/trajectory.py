@@ -18,9 +18,18 @@ import tempfile
 FILE = pathlib.Path(__file__).with_name("trajectory.json")
 FIELDS = ("step", "loss", "grad_norm", "norms", "risk", "triggered", "active")
 OVERRIDES = [
-    "training.max_steps=20", "training.gradient_accumulation_steps=2", "training.per_device_train_batch_size=2",
-    "training.learning_rate=3e-3", "training.bf16=true", "gnmr.max_o=2", "gnmr.alpha=1.0", "gnmr.alpha_init=1.2",
-    "gnmr.alpha_init_fraction=0.1", "gnmr.beta=1.1", "gnmr.delta=3", "lora.r=4",
+    "training.max_steps=20",
+    "training.gradient_accumulation_steps=2",
+    "training.per_device_train_batch_size=2",
+    "training.learning_rate=3e-3",
+    "training.bf16=true",
+    "gnmr.max_o=2",
+    "gnmr.alpha=1.0",
+    "gnmr.alpha_init=1.2",
+    "gnmr.alpha_init_fraction=0.1",
+    "gnmr.beta=1.1",
+    "gnmr.delta=3",
+    "lora.r=4",
 ]
 
 

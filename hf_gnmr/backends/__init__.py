@@ -11,7 +11,11 @@ from .lowbit import LowBitBackend
 from .none import NoBackend
 
 BACKENDS: dict[str, type[Backend]] = {
-    "int8": Int8Backend, "activation": ActivationBackend, "fp8": Fp8Backend, "lowbit": LowBitBackend, "none": NoBackend,
+    "int8": Int8Backend,
+    "activation": ActivationBackend,
+    "fp8": Fp8Backend,
+    "lowbit": LowBitBackend,
+    "none": NoBackend,
 }
 
 
@@ -22,5 +26,12 @@ def check_backend(name: str) -> None:
 
 
 __all__ = [
-    "BACKENDS", "ActivationBackend", "Backend", "Fp8Backend", "Int8Backend", "LowBitBackend", "NoBackend", "check_backend",
+    "BACKENDS",
+    "ActivationBackend",
+    "Backend",
+    "Fp8Backend",
+    "Int8Backend",
+    "LowBitBackend",
+    "NoBackend",
+    "check_backend",
 ]

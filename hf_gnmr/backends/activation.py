@@ -175,9 +175,7 @@ class ActivationBackend(Backend):
         self, model: nn.Module, units: Sequence[Unit], *, bits_low: int = 4, bits_recovery: int = 8, format: str = "float"
     ) -> None:
         self.low, self.recovery = check_bits(bits_low, bits_recovery, format)
-        refuse_8bit(
-            self.name, model, "bitsandbytes keeps each product's input itself, whatever is quantised beside it"
-        )
+        refuse_8bit(self.name, model, "bitsandbytes keeps each product's input itself, whatever is quantised beside it")
         if any(getattr(m, "gradient_checkpointing", False) for m in unwrap(model).modules()):
             raise SetupError(
                 "backend='activation' with gradient checkpointing: checkpointing keeps no activation between forward and "
@@ -256,7 +254,8 @@ class ActivationBackend(Backend):
             "path": f"saved inputs of {sum(map(len, self._modules))} projections, token by token: low-cost path {low}, "
             f"recovery path {recovery}; forward and gradients of inputs exact; copies shared where the same input is read",
             "bytes_per_token": True,
-            "format_low": low, "format_recovery": recovery,
+            "format_low": low,
+            "format_recovery": recovery,
         }
 
 

@@ -39,7 +39,10 @@ def quantize_int8(model: Any, *, threshold: float = 6.0) -> Any:
         device = linear.weight.device
         with torch.device("meta"):
             new = bnb.nn.Linear8bitLt(
-                linear.in_features, linear.out_features, linear.bias is not None, has_fp16_weights=False,
+                linear.in_features,
+                linear.out_features,
+                linear.bias is not None,
+                has_fp16_weights=False,
                 threshold=threshold,
             )
         original = linear.weight.detach()

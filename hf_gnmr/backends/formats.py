@@ -194,9 +194,7 @@ def on_grid(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     return form.round_(y), scale
 
 
-def _scaled(
-    x: Tensor, form: Format, scale_of: Callable[[Tensor, Format], Tensor] = row_scale
-) -> tuple[Tensor, Tensor]:
+def _scaled(x: Tensor, form: Format, scale_of: Callable[[Tensor, Format], Tensor] = row_scale) -> tuple[Tensor, Tensor]:
     """x / its scale in fp32, in memory of its own, and the scale."""
     if x.dtype == torch.float64:
         scale = scale_of(x, form)

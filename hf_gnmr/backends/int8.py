@@ -62,9 +62,7 @@ class Int8Backend(Backend):
         pin_memory: bool = False,
         eval_path: str = "low",
     ) -> None:
-        check_options(
-            recovery=recovery, recovery_source=recovery_source, eval_path=eval_path, pin_memory=pin_memory
-        )
+        check_options(recovery=recovery, recovery_source=recovery_source, eval_path=eval_path, pin_memory=pin_memory)
         self.recovery, self.eval_path = recovery, eval_path
         restore_plain(model)
         base = base_model(model)
@@ -241,17 +239,14 @@ def low_path_in_words(module: bnb.nn.Linear8bitLt) -> str:
 
 def _not_8bit(base: nn.Module, units: Sequence[Unit]) -> str:
     kinds = {type(m).__name__ for unit in units for m in unit.module.modules() if isinstance(m, nn.Linear)}
-    held = any(
-        isinstance(m, bnb.nn.Linear8bitLt) and m.state.has_fp16_weights
-        for unit in units
-        for m in _modules(unit)
-    )
-    why = "its 8-bit linears keep 16-bit weights (llm_int8_has_fp16_weight=True)" if held else (
-        f"its linears are {', '.join(sorted(kinds)) or 'none'}"
+    held = any(isinstance(m, bnb.nn.Linear8bitLt) and m.state.has_fp16_weights for unit in units for m in _modules(unit))
+    why = (
+        "its 8-bit linears keep 16-bit weights (llm_int8_has_fp16_weight=True)"
+        if held
+        else (f"its linears are {', '.join(sorted(kinds)) or 'none'}")
     )
     return (
         f"{type(base).__name__} is not an 8-bit model: {why}. Load it with "
         "quantization_config=BitsAndBytesConfig(load_in_8bit=True), convert it with hf_gnmr.quantize_int8(model), or "
         'use backend="none" to monitor without switching'
     )
-

@@ -81,9 +81,7 @@ def find_originals(
             codes in use; the message names the tensor and the ways out.
     """
     if source is None and modules and all(module in IN_MEMORY for module in modules.values()):
-        found = {
-            name: Original(IN_MEMORY[module], is_transposed(module), mapped=False) for name, module in modules.items()
-        }
+        found = {name: Original(IN_MEMORY[module], is_transposed(module), mapped=False) for name, module in modules.items()}
         where = "in memory, kept when the model was converted"
         files: list[Path] = []
     else:
@@ -226,9 +224,7 @@ def _check(name: str, module: bnb.nn.Linear8bitLt, original: Original, where: st
     weight = original.weight.T if original.transposed else original.weight
     codes, scales = module.state.CB, module.state.SCB
     if weight.shape != codes.shape:
-        raise SetupError(
-            f"{name} is {tuple(codes.shape)} in the model and {tuple(weight.shape)} in {where}. {WAYS_OUT}"
-        )
+        raise SetupError(f"{name} is {tuple(codes.shape)} in the model and {tuple(weight.shape)} in {where}. {WAYS_OUT}")
     rows = torch.linspace(0, codes.shape[0] - 1, min(SAMPLE_ROWS, codes.shape[0])).long()
     sample = weight[rows].to(codes.device, torch.bfloat16).to(torch.float16).contiguous()
     expected_codes, expected_scales, _ = bnb.functional.int8_vectorwise_quant(sample)

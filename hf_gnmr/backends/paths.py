@@ -63,9 +63,7 @@ class LowPrecision(Backend):
         SetupError: units without such modules, an 8-bit base, or modules that cannot be switched.
     """
 
-    def _take(
-        self, model: nn.Module, units: Sequence[Unit], low: Product, recovery: Product | None, eval_path: str
-    ) -> None:
+    def _take(self, model: nn.Module, units: Sequence[Unit], low: Product, recovery: Product | None, eval_path: str) -> None:
         # Past this file's own import: experts know paths.
         from .experts import refuse_unhandled, switched_class
 
@@ -146,5 +144,7 @@ class LowPrecision(Backend):
         return {
             "path": f"{what}: low-cost path {low}; recovery path {recovery}; evaluation during training runs the "
             f"{self.eval_path} path; embeddings, norms, the attention itself, routers, adapters and output head as they are",
-            "format_low": low, "format_recovery": recovery, "eval_path": self.eval_path,
+            "format_low": low,
+            "format_recovery": recovery,
+            "eval_path": self.eval_path,
         }

@@ -76,9 +76,7 @@ class HybridFp8:
 Product = LowBit | HybridFp8
 
 
-def _operands(
-    x: Tensor, weight: Tensor, bias: Tensor | None, latest: Latest
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _operands(x: Tensor, weight: Tensor, bias: Tensor | None, latest: Latest) -> tuple[Tensor, Tensor, Tensor | None]:
     """In the product's dtype; `latest` is told of the input."""
     given = x
     x, weight, bias = as_autocast(x, weight, bias)

@@ -45,7 +45,8 @@ class SlotCache:
         wanted = set(active)
         for unit in sorted((u for u in active if u not in before), key=lambda u: -self.unit_sizes[u]):
             fitting = [
-                slot for slot, size in enumerate(self.slot_sizes)
+                slot
+                for slot, size in enumerate(self.slot_sizes)
                 if size >= self.unit_sizes[unit] and self.holds[slot] not in wanted
             ]
             if not fitting:

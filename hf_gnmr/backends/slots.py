@@ -99,9 +99,7 @@ class Slots(Store):
         """Bring in a unit that is not there: evaluation on the recovery path passes all units through the slots, and no
         backward asks for them again; the first lifted layer after it brings all lifted ones back."""
         wanted = self._active | {unit}
-        fits = all(
-            sum(u in wanted for u in slots.members) <= len(slots.buffers) for slots in self._by_device.values()
-        )
+        fits = all(sum(u in wanted for u in slots.members) <= len(slots.buffers) for slots in self._by_device.values())
         self._place(wanted if fits else {unit})
 
     def _place(self, units: set[int]) -> None:

@@ -32,9 +32,7 @@ from .store import Module, Store, Worker
 class InPlace(Store):
     """Originals used where they lie, on the CPU. Mapped pages are kept for `units` layers and given back beyond that."""
 
-    def __init__(
-        self, modules: Sequence[Sequence[Module]], originals: dict[Module, Original], watch: Watch | None
-    ) -> None:
+    def __init__(self, modules: Sequence[Sequence[Module]], originals: dict[Module, Original], watch: Watch | None) -> None:
         super().__init__(modules)
         self.originals, self._watch = originals, watch
         mapped = [[originals[m].weight for m in members if originals[m].mapped] for members in self.modules]

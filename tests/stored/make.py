@@ -20,12 +20,30 @@ sys.path.insert(0, str(HERE.parent))
 
 ELSEWHERE = "/elsewhere"
 """Stands for the folder in which the runs were made."""
-KEPT = ("adapter_config.json", "adapter_model.safetensors", "optimizer.pt", "rng_state.pth", "scheduler.pt",
-        "trainer_state.json", "gnmr_trigger.safetensors")
+KEPT = (
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "optimizer.pt",
+    "rng_state.pth",
+    "scheduler.pt",
+    "trainer_state.json",
+    "gnmr_trigger.safetensors",
+)
 COMMON = [
-    "training.max_steps=8", "training.save_strategy=steps", "training.save_steps=4", "training.per_device_train_batch_size=2",
-    "training.learning_rate=3e-3", "training.bf16=true", "gnmr.max_o=1", "gnmr.alpha=1.0", "gnmr.alpha_init=1.2",
-    "gnmr.alpha_init_fraction=0.25", "gnmr.beta=1.1", "gnmr.delta=3", "lora.r=2", "lora.target_modules=[q_proj, down_proj]",
+    "training.max_steps=8",
+    "training.save_strategy=steps",
+    "training.save_steps=4",
+    "training.per_device_train_batch_size=2",
+    "training.learning_rate=3e-3",
+    "training.bf16=true",
+    "gnmr.max_o=1",
+    "gnmr.alpha=1.0",
+    "gnmr.alpha_init=1.2",
+    "gnmr.alpha_init_fraction=0.25",
+    "gnmr.beta=1.1",
+    "gnmr.delta=3",
+    "lora.r=2",
+    "lora.target_modules=[q_proj, down_proj]",
 ]
 RUNS = {
     "int8_gnmr": [],
@@ -87,12 +105,23 @@ def traces(folder: pathlib.Path) -> None:
     norms = stationary(12, 4, spikes=0.2)
     signal = np.random.default_rng(1).random((12, 4))
     for trigger, options in (
-        ("gnmr", None), ("none", None), ("all", None), ("gsnr", None), ("jacobian", None), ("static", {"warmup": 3}),
+        ("gnmr", None),
+        ("none", None),
+        ("all", None),
+        ("gsnr", None),
+        ("jacobian", None),
+        ("static", {"warmup": 3}),
         ("random", {"promotion_ratio": 0.2}),
     ):
         write_trace(
-            folder / f"{trigger}.jsonl", norms, trigger=trigger, options=options, max_o=2, alpha_init_fraction=0.25,
-            signal=signal if trigger in ("gsnr", "jacobian") else None, skipped=(6,),
+            folder / f"{trigger}.jsonl",
+            norms,
+            trigger=trigger,
+            options=options,
+            max_o=2,
+            alpha_init_fraction=0.25,
+            signal=signal if trigger in ("gsnr", "jacobian") else None,
+            skipped=(6,),
         )
 
 
