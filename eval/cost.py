@@ -30,15 +30,15 @@ import torch
 from controller_cost import milliseconds
 
 from hf_gnmr import GNMRConfig
-from hf_gnmr.backends.int8 import Int8Backend
-from hf_gnmr.backends.originals import Original
-from hf_gnmr.backends.pages import file_backed
-from hf_gnmr.controller import Controller
-from hf_gnmr.environment import machine
-from hf_gnmr.gradients import GradientNorms
-from hf_gnmr.models import add_adapters, load_base, model_source
-from hf_gnmr.recipe import LoraSection, ModelSection
-from hf_gnmr.units import find_units
+from hf_gnmr.backends.bnb.int8 import Int8Backend
+from hf_gnmr.backends.bnb.originals import Original
+from hf_gnmr.backends.bnb.pages import file_backed
+from hf_gnmr.backends.units import find_units
+from hf_gnmr.control.controller import Controller
+from hf_gnmr.run.environment import machine
+from hf_gnmr.run.models import add_adapters, load_base, model_source
+from hf_gnmr.run.recipe import LoraSection, ModelSection
+from hf_gnmr.training.gradients import GradientNorms
 
 PARTS = ("control", "norms", "stores", "switching", "memory", "controller")
 WAYS = ("bf16", "int8", "host", "device", "dequantize")

@@ -7,4 +7,4 @@
 # A finished task is not evaluated again; an interrupted evaluation goes on where it was.
 set -euo pipefail
 python="${PYTHON:-python}"
-exec "$python" -m hf_gnmr.evaluate "$@"
+exec "$python" -m hf_gnmr.evaluation.evaluate "$@"

@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from hf_gnmr.calibrate import calibrate
 from hf_gnmr.config import GNMRConfig
-from hf_gnmr.controller import Controller
-from hf_gnmr.diagnose import diagnose
-from hf_gnmr.replay import differences, replay
-from hf_gnmr.report import page
-from hf_gnmr.series import read_series
-from hf_gnmr.trace import TraceWriter
+from hf_gnmr.control.controller import Controller
+from hf_gnmr.trace.calibrate import calibrate
+from hf_gnmr.trace.diagnose import diagnose
+from hf_gnmr.trace.file import TraceWriter
+from hf_gnmr.trace.replay import differences, replay
+from hf_gnmr.trace.report import page
+from hf_gnmr.trace.series import read_series
 
 
 def main() -> None:

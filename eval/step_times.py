@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hf_gnmr.models import build_from_scratch, scratch_tokenizer
-from hf_gnmr.options import Options, take_over
-from hf_gnmr.packing import text_blocks
-from hf_gnmr.sections import Recipe
-from hf_gnmr.session import GNMRSession
-from hf_gnmr.triggers import TRIGGERS
+from hf_gnmr.control.triggers import TRIGGERS
+from hf_gnmr.run.models import build_from_scratch, scratch_tokenizer
+from hf_gnmr.run.packing import text_blocks
+from hf_gnmr.run.sections import Recipe
+from hf_gnmr.training.options import Options, take_over
+from hf_gnmr.training.session import GNMRSession
 
 
 def step_times(recipe: Recipe, rounds: int) -> dict[str, dict]:

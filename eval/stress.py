@@ -77,7 +77,7 @@ def main() -> int:
     runs = {job: figures for job in jobs if (figures := read(options, job)) is not None}
     times = {}
     if options.times:
-        from hf_gnmr.recipe import find_recipe, load_recipe
+        from hf_gnmr.run.recipe import find_recipe, load_recipe
 
         timed = [*options.overrides, *format_overrides(options.formats[0])]
         times = step_times(load_recipe(find_recipe(options.recipe), timed), options.times)
@@ -118,7 +118,7 @@ def arm_of(text: str) -> Arm:
         ConfigError: no such arm.
     """
     from hf_gnmr.config import ConfigError
-    from hf_gnmr.triggers import TRIGGERS
+    from hf_gnmr.control.triggers import TRIGGERS
 
     name, *thresholds = text.split(":")
     if name == "listed":
@@ -201,7 +201,7 @@ def format_overrides(form: str) -> list[str]:
 def format_of(recipe_name: str, overrides: list[str]) -> str:
     """The format of a recipe itself."""
     from hf_gnmr.config import ConfigError
-    from hf_gnmr.recipe import find_recipe, load_recipe
+    from hf_gnmr.run.recipe import find_recipe, load_recipe
 
     backend = load_recipe(find_recipe(recipe_name), overrides).backend
     if backend.name not in ("activation", "lowbit", "fp8"):
@@ -214,10 +214,10 @@ def format_of(recipe_name: str, overrides: list[str]) -> str:
 
 def check(options: argparse.Namespace, jobs: list[Job]) -> None:
     """Every job's recipe and options, before the first one runs."""
-    from hf_gnmr.options import Options
-    from hf_gnmr.plan import architecture
-    from hf_gnmr.plan_activations import base_on_meta, seats_on_meta
-    from hf_gnmr.recipe import SCRATCH, find_recipe, load_recipe
+    from hf_gnmr.run.plan import architecture
+    from hf_gnmr.run.plan_activations import base_on_meta, seats_on_meta
+    from hf_gnmr.run.recipe import SCRATCH, find_recipe, load_recipe
+    from hf_gnmr.training.options import Options
 
     base = None
     for job in jobs:
@@ -316,7 +316,7 @@ def run(options: argparse.Namespace, job: Job) -> dict:
 
     torch.set_num_threads(1)
     logging.set_verbosity_error()
-    from hf_gnmr.recipe import find_recipe, load_recipe
+    from hf_gnmr.run.recipe import find_recipe, load_recipe
     from hf_gnmr.train import train
 
     folder = options.out / job.name
@@ -357,7 +357,7 @@ def read(options: argparse.Namespace, job: Job) -> dict | None:
         ConfigError: the folder holds a run of other settings, finished or not.
     """
     from hf_gnmr.config import ConfigError
-    from hf_gnmr.recipe import find_recipe, load_recipe
+    from hf_gnmr.run.recipe import find_recipe, load_recipe
 
     folder = options.out / job.name
     if not (folder / "recipe.yaml").is_file():
@@ -387,7 +387,7 @@ def read(options: argparse.Namespace, job: Job) -> dict | None:
 
 def lifted_kinds(folder: Path) -> dict[str, float]:
     """Shares of the lifted (unit, step) pairs, the largest first: by kind of projection, by number of layer or expert."""
-    from hf_gnmr.trace import read_trace
+    from hf_gnmr.trace.file import read_trace
 
     trace = read_trace(folder / "trace.jsonl")
     kinds = [re.sub(r".*?(\w+(?:\.\d+)?)$", r"\1", unit["name"]) for unit in trace.header["units"]]

@@ -26,13 +26,14 @@ import torch
 from transformers import DataCollatorForSeq2Seq
 
 from hf_gnmr.backends import Int8Backend
-from hf_gnmr.controller import Controller
-from hf_gnmr.data import encode, load_rows
-from hf_gnmr.gradients import GradientNorms
-from hf_gnmr.models import add_adapters, load_base, load_tokenizer, model_source
-from hf_gnmr.recipe import find_recipe, load_recipe
-from hf_gnmr.trace import read_trace, write_json
-from hf_gnmr.units import find_units
+from hf_gnmr.backends.units import find_units
+from hf_gnmr.control.controller import Controller
+from hf_gnmr.files import write_json
+from hf_gnmr.run.data import encode, load_rows
+from hf_gnmr.run.models import add_adapters, load_base, load_tokenizer, model_source
+from hf_gnmr.run.recipe import find_recipe, load_recipe
+from hf_gnmr.trace.file import read_trace
+from hf_gnmr.training.gradients import GradientNorms
 
 WAYS = {"bf16": ["backend.name=none"], "int8": ["trigger.name=none"], "gnmr": []}
 NAMES = {"bf16": "BF16", "int8": "INT8", "gnmr": "GNMR INT8/BF16"}

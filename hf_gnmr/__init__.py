@@ -6,16 +6,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .config import ConfigError, GNMRConfig, SetupError
-from .controller import Controller, Decision
-from .trace import read_trace
+from .control.controller import Controller, Decision
+from .trace.file import read_trace
 
 if TYPE_CHECKING:
-    from .backends.convert import quantize_int8
-    from .backends.switchable import restore_plain
-    from .callback import GNMRCallback
-    from .folder import last_checkpoint
-    from .session import GNMRSession
-    from .trainer import GNMRTrainerMixin
+    from .backends.bnb.convert import quantize_int8
+    from .backends.bnb.switchable import restore_plain
+    from .run.folder import last_checkpoint
+    from .training.callback import GNMRCallback
+    from .training.mixin import GNMRTrainerMixin
+    from .training.session import GNMRSession
 
 __version__ = "0.1.0"
 __all__ = [
@@ -35,12 +35,12 @@ __all__ = [
 ]
 
 _WITH_TORCH = {
-    "GNMRCallback": "callback",
-    "GNMRSession": "session",
-    "GNMRTrainerMixin": "trainer",
-    "last_checkpoint": "folder",
-    "quantize_int8": "backends.convert",
-    "restore_plain": "backends.switchable",
+    "GNMRCallback": "training.callback",
+    "GNMRSession": "training.session",
+    "GNMRTrainerMixin": "training.mixin",
+    "last_checkpoint": "run.folder",
+    "quantize_int8": "backends.bnb.convert",
+    "restore_plain": "backends.bnb.switchable",
 }
 """Imported when they are asked for, so that traces are read, replayed and shown without torch being loaded."""
 

@@ -11,13 +11,13 @@ from .config import ConfigError, SetupError
 
 COMMANDS = {
     "train": ("train", "run a recipe"),
-    "plan": ("plan", "what a recipe needs, without loading weights"),
-    "eval": ("evaluate", "evaluate runs on GSM8K, MMLU, HellaSwag and WikiText-2"),
-    "compare": ("compare", "evaluated runs side by side"),
-    "report": ("report", "runs as one page, from their traces; --follow: a running one in the terminal"),
-    "replay": ("replay", "a trace's norms under other settings"),
-    "calibrate": ("calibrate", "thresholds that meet a target on a trace"),
-    "diagnose": ("diagnose", "what the theory asks of a trace, and what to do"),
+    "plan": ("run.plan", "what a recipe needs, without loading weights"),
+    "eval": ("evaluation.evaluate", "evaluate runs on GSM8K, MMLU, HellaSwag and WikiText-2"),
+    "compare": ("evaluation.compare", "evaluated runs side by side"),
+    "report": ("trace.report", "runs as one page, from their traces; --follow: a running one in the terminal"),
+    "replay": ("trace.replay", "a trace's norms under other settings"),
+    "calibrate": ("trace.calibrate", "thresholds that meet a target on a trace"),
+    "diagnose": ("trace.diagnose", "what the theory asks of a trace, and what to do"),
 }
 """Commands: the module whose `main` each is, and its help."""
 
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         return status
     options = parser.parse_args(arguments)
     try:
-        from .models import import_gguf
+        from .run.models import import_gguf
 
         print(f"written: {import_gguf(options.gguf_file, options.folder)}")
     except (ConfigError, SetupError) as error:

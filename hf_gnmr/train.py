@@ -27,18 +27,16 @@ from transformers import (
     set_seed,
 )
 
-from .backends.fp8 import engine_on
-from .backends.int8 import cast_notes_silenced
-from .callback import GNMRCallback
-from .checks import refuse_training_settings
+from .backends.bnb.int8 import cast_notes_silenced
+from .backends.fewbit.fp8 import engine_on
 from .config import ConfigError, SetupError
-from .controls import promotion_ratio
-from .data import check_source, encode, load_rows
-from .environment import environment, environment_in_words, peak_memory
-from .folder import OutputFolder
-from .heldout import held_out_figures, perplexity_figures
-from .journal import TRACE_FILE, write_summary
-from .models import (
+from .control.baselines import promotion_ratio
+from .files import free_name, write_json, write_text
+from .run.data import check_source, encode, load_rows
+from .run.environment import environment, environment_in_words, peak_memory
+from .run.folder import OutputFolder
+from .run.heldout import held_out_figures, perplexity_figures
+from .run.models import (
     add_adapters,
     build_from_scratch,
     check_depth,
@@ -48,11 +46,14 @@ from .models import (
     model_source,
     scratch_tokenizer,
 )
-from .packing import check_text_source, text_blocks
-from .recipe import SCRATCH, find_recipe, load_recipe
-from .sections import Recipe, RecipeError
-from .trace import TraceError, free_name, write_json, write_text
-from .trainer import GNMRTrainer
+from .run.packing import check_text_source, text_blocks
+from .run.recipe import SCRATCH, find_recipe, load_recipe
+from .run.sections import Recipe, RecipeError
+from .trace.file import TraceError
+from .training.callback import GNMRCallback
+from .training.checks import refuse_training_settings
+from .training.journal import TRACE_FILE, write_summary
+from .training.mixin import GNMRTrainer
 
 
 class Record(TrainerCallback):

@@ -27,7 +27,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_gnmr.builtin import byte_tokenizer
+from hf_gnmr.run.builtin import byte_tokenizer
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 torch.set_num_threads(1)
@@ -35,6 +35,19 @@ torch.set_num_threads(1)
 VOCABULARY = 128
 PASSED_ON = ("compute_loss_func", "eval_dataset", "model_init", "optimizers")
 """What `trainer_for` gives to the Trainer itself, not to its arguments."""
+
+SMALL = [
+    "activation_small",
+    "training.max_steps=6",
+    "training.eval_steps=3",
+    "data.documents=300",
+    "data.eval_rows=8",
+    "training.logging_steps=1",
+    "training.disable_tqdm=true",
+    "model.architecture={model_type: llama, vocab_size: 288, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,"
+    " num_attention_heads: 2, max_position_embeddings: 128, tie_word_embeddings: false}",
+]
+"""The recipe activation_small and what makes it train for a second: a run that trains all weights."""
 
 
 def tiny_config(**changes):

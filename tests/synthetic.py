@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from hf_gnmr.config import GNMRConfig
-from hf_gnmr.trace import TraceWriter
-from hf_gnmr.triggers import make_trigger
+from hf_gnmr.control.triggers import make_trigger
+from hf_gnmr.trace.file import TraceWriter
 
 
 def stationary(steps, units, seed=0, spikes=0.02):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from ..config import ConfigError
 from .activation import ActivationBackend
 from .base import Backend
-from .fp8 import Fp8Backend
-from .int8 import Int8Backend
-from .lowbit import LowBitBackend
+from .bnb.int8 import Int8Backend
+from .fewbit.fp8 import Fp8Backend
+from .fewbit.lowbit import LowBitBackend
 from .none import NoBackend
 
 BACKENDS: dict[str, type[Backend]] = {

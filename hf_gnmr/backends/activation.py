@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..config import ConfigError, SetupError
-from ..controller import Bools
-from ..units import Unit, projections_of, unwrap
+from ..control.controller import Bools
 from .base import Backend
 from .formats import Format, Packed, format_of, pack, packed_bytes, unpack
 from .linears import Latest, Switched, as_autocast, lend, make_plain, refuse_8bit, refuse_unswitchable
+from .units import Unit, projections_of, unwrap
 
 
 class Saved(Latest):

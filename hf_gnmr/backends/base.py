@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from ..controller import Bools
-from ..units import Unit
+from ..control.controller import Bools
+from .units import Unit
 
 Counts = NDArray[np.int64]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..config import SetupError
-from ..units import Unit, base_model
+from .units import Unit, base_model
 
 
 class Switched:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ..controller import Bools
-from ..units import Unit
+from ..control.controller import Bools
 from .base import Backend
+from .units import Unit
 
 
 class NoBackend(Backend):

@@ -1,0 +1,63 @@
+"""A BF16 model in memory, converted to 8-bit with its originals kept: for models that no checkpoint holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import bitsandbytes as bnb
+import torch
+from torch import nn
+
+from ...config import SetupError
+from .originals import IN_MEMORY
+
+
+def quantize_int8(model: Any, *, threshold: float = 6.0) -> Any:
+    """Convert a BF16 model in memory to 8-bit, in place, and keep its BF16 weights for the recovery path.
+
+    Every `nn.Linear` but the output head becomes a frozen `Linear8bitLt`, as `BitsAndBytesConfig(load_in_8bit=True)`
+    does on loading; PEFT, the Trainer and `save_pretrained` then take the model for such a one.
+
+    Args:
+        model: a transformers model whose linears are BF16.
+        threshold: LLM.int8's outlier threshold.
+
+    Raises:
+        SetupError: a linear of another dtype, or nothing to convert.
+    """
+    from transformers import BitsAndBytesConfig
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    linears = [(name, m) for name, m in model.named_modules() if type(m) is nn.Linear and m is not head]
+    if not linears:
+        raise SetupError(f"{type(model).__name__} has no nn.Linear to convert")
+    for name, linear in linears:
+        if linear.weight.dtype is not torch.bfloat16:
+            raise SetupError(f"{name} is {linear.weight.dtype}: load the model with dtype=torch.bfloat16 to convert it")
+    for name, linear in linears:
+        device = linear.weight.device
+        with torch.device("meta"):
+            new = bnb.nn.Linear8bitLt(
+                linear.in_features,
+                linear.out_features,
+                linear.bias is not None,
+                has_fp16_weights=False,
+                threshold=threshold,
+            )
+        original = linear.weight.detach()
+        new.weight = bnb.nn.Int8Params(original.to("cpu"), requires_grad=False, has_fp16_weights=False).to(device)
+        new.bias = linear.bias
+        new.source_cls = nn.Linear
+        new.requires_grad_(False)
+        new.train(linear.training)
+        model.set_submodule(name, new)
+        IN_MEMORY[new] = original.to("cpu")
+    model.requires_grad_(False)
+    quantization = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=threshold)
+    quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
+    model.hf_quantizer = quantizer
+    model.is_quantized = model.is_loaded_in_8bit = True
+    model.quantization_method = quantization.quant_method
+    model.config.quantization_config = quantization
+    return model

@@ -1,0 +1,148 @@
+"""One module with two paths: bitsandbytes' 8-bit linear, switchable to a BF16 product.
+
+A module becomes switchable by a change of class: PEFT, state dicts and quantizers go on seeing bitsandbytes'
+`Linear8bitLt` with the same parameters under the same names, and changing the class back leaves nothing of ours behind.
+
+* Low-cost path: bitsandbytes' INT8×INT8 product in training and evaluation alike, also on the CPU, where plain
+  bitsandbytes quietly trains on dequantised weights instead.
+* Recovery path: a BF16 product with the original BF16 weight, or, where there is none, with the dequantised codes.
+  It computes in BF16 and returns the input's dtype.
+
+The path is a property of the unit, read in the forward pass: switching a unit touches one object, not its modules.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import bitsandbytes as bnb
+import torch
+from bitsandbytes.autograd._functions import MatMul8bitLt
+from torch import Tensor, nn
+
+from ...config import SetupError
+from .. import linears
+from .bf16_product import Product
+
+
+class UnitPath:
+    """Which path a unit's modules run, in train and in eval mode."""
+
+    __slots__ = ("in_eval", "in_train")
+
+    def __init__(self) -> None:
+        self.in_train = False
+        self.in_eval = False
+
+
+class SwitchableLinear8bitLt(bnb.nn.Linear8bitLt):
+    """A `Linear8bitLt` with a second, BF16 path. Made by `make_switchable` only."""
+
+    _gnmr_path: UnitPath
+    _gnmr_product: Product
+    _gnmr_checked: bool
+
+    # Under torch.compile a path that is read while tracing would be a guard: each new choice of layers would compile anew.
+    # Run as it is, between graphs that know of no path, a choice costs no recompilation. (bitsandbytes' own forward breaks
+    # the graph at every linear too.)
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., in_features), floating point; returns (..., out_features) in x's dtype."""
+        path = self._gnmr_path
+        flat = x.reshape(-1, x.shape[-1])  # bitsandbytes' bias gradient sums over the first dimension only
+        out = self._recovery(flat) if (path.in_train if self.training else path.in_eval) else self._low(flat)
+        # Also from both paths alike a view: else graphs compiled around them would guard on which one it was.
+        return out.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
+
+    def _low(self, x: Tensor) -> Tensor:
+        state = self.state
+        if self.weight.CB is not None:
+            self.init_8bit_state()
+        state.is_training = self.training
+        if x.numel() == 0:
+            return x.new_zeros(x.shape[0], self.out_features)
+        # The bias is cast without touching the parameter (plain bitsandbytes rewrites it in the input's dtype).
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return MatMul8bitLt.apply(x, self.weight, None, bias, state)
+
+    def _recovery(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) != torch.bfloat16:
+            with torch.autocast(x.device.type, enabled=False):
+                return self._bf16(x)
+        return self._bf16(x)
+
+    def _bf16(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(torch.bfloat16)
+        known = self.__dict__["_gnmr_weight"]
+        # A new parameter around the same codes (DoRA again) is no other weight.
+        if self._gnmr_checked and self.weight is not known and self.weight.data_ptr() != known.data_ptr():
+            raise SetupError(
+                "the 8-bit weight of a switched module was replaced (adapters merged into it?) while its recovery path "
+                "still holds the original: end training first, or, after one that was broken off, call "
+                "hf_gnmr.restore_plain(model)"
+            )
+        return self._gnmr_product(x.to(torch.bfloat16), bias)
+
+    def init_8bit_state(self) -> None:
+        """Move codes and scales from the parameter to `state`, as bitsandbytes does before a product."""
+        # PEFT's DoRA wraps the codes anew in every forward on a CPU, and forgets the scales that lie in `state` already.
+        scales = self.state.SCB
+        super().init_8bit_state()
+        if self.state.SCB is None:
+            self.state.SCB = scales
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # After a forward the scales live in `state`, where bitsandbytes' own loading does not look for them.
+        lent = self.weight.SCB is None and self.state.SCB is not None
+        if lent:
+            self.weight.SCB = self.state.SCB
+        try:
+            super()._load_from_state_dict(state_dict, prefix, *args)
+        finally:
+            if lent:
+                self.weight.SCB = None
+
+
+def make_switchable(module: bnb.nn.Linear8bitLt, path: UnitPath, product: Product, *, originals: bool) -> None:
+    """Give `module` its second path.
+
+    Args:
+        module: an 8-bit linear whose state is initialised.
+        path: the switch, shared by the modules of a unit.
+        product: the recovery path's BF16 product (`Store.product`).
+        originals: it holds originals, so that codes which were replaced since must not be passed over.
+    """
+    module.__class__ = SwitchableLinear8bitLt
+    module._gnmr_path, module._gnmr_checked = path, originals
+    module.__dict__["_gnmr_product"] = product
+    # Past nn.Module.__setattr__, which would register a second parameter.
+    module.__dict__["_gnmr_weight"] = module.weight
+    _rebind(module)
+
+
+def make_plain(module: Any) -> None:
+    """Take the second path away; any module is allowed, most are left alone."""
+    if type(module) is SwitchableLinear8bitLt:
+        if module.weight.CB is not None:
+            module.init_8bit_state()
+        module.__class__ = bnb.nn.Linear8bitLt
+        for name in ("_gnmr_path", "_gnmr_product", "_gnmr_checked", "_gnmr_weight"):
+            module.__dict__.pop(name, None)
+        _rebind(module)
+
+
+def _rebind(module: Any) -> None:
+    """Point accelerate's device hooks, which hold the bound forward of the old class, at the new one."""
+    if "_old_forward" in module.__dict__:
+        module._old_forward = types.MethodType(type(module).forward, module)
+
+
+def restore_plain(model: nn.Module) -> None:
+    """Make every module of `model` plain again (a `Linear8bitLt`, an `nn.Linear`), as the end of training does.
+
+    Only needed where training was broken off (an exception, an interrupt) and the model is used without another run.
+    """
+    for module in model.modules():
+        make_plain(module)
+        linears.make_plain(module)

@@ -1,0 +1,1 @@
+"""Downstream evaluation of runs, and the table of several."""

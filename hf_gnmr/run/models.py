@@ -1,0 +1,268 @@
+"""Models for a run: loaded from the Hub or a folder (or built in), put in 8-bit, given adapters that do not depend on it.
+
+Also the way from a GGUF file to a folder of BF16 safetensors that everything else reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import GNMRConfig, SetupError
+from .sections import LoraSection, ModelSection, RecipeError
+
+BUILTIN = "builtin"
+
+
+def model_source(section: ModelSection) -> str:
+    """Folder or Hub id of the base model; the built-in one is pre-trained first where it is not in the cache.
+
+    Raises:
+        RecipeError: a path that does not exist.
+    """
+    if section.name == BUILTIN:
+        from .builtin import pretrained_base
+
+        return str(pretrained_base())
+    looks_local = section.name.startswith((".", "/", "~")) or section.name.count("/") > 1
+    if looks_local and not Path(section.name).expanduser().is_dir():
+        raise RecipeError(f"model.name={section.name!r}: no such folder")
+    return os.path.expanduser(section.name)
+
+
+def check_depth(source: str, section: ModelSection, gnmr: GNMRConfig | None, lora: LoraSection | None) -> None:
+    """Hold what is counted in layers against the depth in the model's configuration, before its weights are loaded.
+
+    Raises:
+        RecipeError: no readable configuration, `gnmr.max_o` above the layers, or an adapter for a layer that is not there.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(source, revision=section.revision, trust_remote_code=section.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"model.name={section.name!r}: its configuration cannot be loaded: {error}") from error
+    for key, value in (section.architecture or {}).items():
+        if key != "dtype" and getattr(config, key, value) != value:
+            raise RecipeError(f"model.architecture.{key}={value!r}: {section.name} has {getattr(config, key)!r}")
+    depth = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    if depth is None:
+        return
+    if gnmr is not None and isinstance(gnmr.max_o, int) and gnmr.max_o > depth:
+        raise RecipeError(f"gnmr.max_o={gnmr.max_o}: the model has {depth} decoder layers, at most that is allowed")
+    chosen = None if lora is None else lora.layers_to_transform
+    beyond = [layer for layer in chosen or [] if not 0 <= layer < depth]
+    if beyond and lora is not None:
+        raise RecipeError(f"lora.layers_to_transform={lora.layers_to_transform}: the layers are 0 to {depth - 1}")
+
+
+def build_from_scratch(section: ModelSection, seed: int) -> Any:
+    """A model of `section.architecture` with random weights: the same ones for a seed, in fp32 or cast to BF16.
+
+    Raises:
+        RecipeError: values that do not make a model.
+    """
+    from transformers import AutoModelForCausalLM, set_seed
+
+    config = architecture_config(section)
+    try:
+        set_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=section.attn_implementation)
+    except (ValueError, TypeError, RuntimeError, ImportError) as error:
+        raise RecipeError(f"model.architecture: no model can be made of it: {error}") from error
+    return model.to(torch.bfloat16 if section.dtype == "bfloat16" else torch.float32)
+
+
+def architecture_config(section: ModelSection) -> Any:
+    """`section.architecture` as transformers' configuration.
+
+    Raises:
+        RecipeError: an unknown model_type, or values that it refuses.
+    """
+    from transformers import AutoConfig
+
+    values = dict(section.architecture or {})
+    try:
+        return AutoConfig.for_model(values.pop("model_type"), **values)
+    except (ValueError, TypeError, KeyError) as error:
+        raise RecipeError(f"model.architecture={section.architecture!r}: {error}") from error
+
+
+def scratch_tokenizer(section: ModelSection) -> Any:
+    """The tokenizer of a model from scratch.
+
+    Raises:
+        RecipeError: it cannot be loaded, or has more tokens than the model.
+    """
+    assert section.tokenizer is not None and section.architecture is not None
+    if section.tokenizer == "bytes":
+        from .builtin import byte_tokenizer
+
+        tokenizer = byte_tokenizer()
+    else:
+        tokenizer = load_tokenizer(os.path.expanduser(section.tokenizer), section)
+    size = getattr(architecture_config(section), "vocab_size", None)
+    if size is not None and len(tokenizer) > size:
+        raise RecipeError(f"model.architecture.vocab_size={size}: {section.tokenizer} has {len(tokenizer)} tokens")
+    return tokenizer
+
+
+def load_tokenizer(source: str, section: ModelSection) -> Any:
+    """The model's fast tokenizer, with an end and a padding token.
+
+    Raises:
+        RecipeError: no fast tokenizer, or no end token.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, revision=section.revision, trust_remote_code=section.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"model.name={section.name!r}: the tokenizer cannot be loaded: {error}") from error
+    if not tokenizer.is_fast or tokenizer.eos_token_id is None:
+        raise RecipeError(f"model.name={section.name!r}: a fast tokenizer with an end-of-sequence token is needed")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_base(source: str, section: ModelSection, backend: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The base model in BF16, or another dtype (backend none), or with its linears in bitsandbytes 8-bit (backend int8).
+
+    Raises:
+        RecipeError: it cannot be loaded.
+    """
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    options: dict[str, Any] = {}
+    if backend == "int8":
+        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=section.llm_int8_threshold)
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype,
+            revision=section.revision,
+            trust_remote_code=section.trust_remote_code,
+            attn_implementation=section.attn_implementation,
+            **options,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise RecipeError(f"model.name={section.name!r}: the model cannot be loaded: {error}") from error
+
+
+def add_adapters(model: Any, section: LoraSection, seed: int) -> Any:
+    """The model under PEFT, its adapters independent of the base's dtype.
+
+    PEFT draws A in the base's dtype, so that one seed gives different adapters over an 8-bit and a BF16 base; here they
+    are drawn anew in fp32, each from its own name, or copied from `init_adapter`.
+
+    Raises:
+        RecipeError: targets that match nothing, or an adapter that does not fit.
+    """
+    from peft import get_peft_model
+
+    try:
+        model = get_peft_model(model, lora_config(section))
+    except (ValueError, TypeError) as error:
+        raise RecipeError(f"lora (target_modules={section.target_modules!r}): {error}") from error
+    if section.init_adapter is None:
+        draw_adapters(model, seed)
+        return model
+    load_adapter(model, section.init_adapter, "lora.init_adapter")
+    return model
+
+
+def lora_config(section: LoraSection) -> Any:
+    """The section as PEFT's configuration."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=section.r,
+        lora_alpha=section.lora_alpha,
+        lora_dropout=section.lora_dropout,
+        target_modules=section.target_modules,
+        layers_to_transform=section.layers_to_transform,
+        use_rslora=section.use_rslora,
+    )
+
+
+def load_adapter(model: Any, folder: str, key: str) -> None:
+    """Put an adapter's weights into a PEFT model that has adapters of the same shape.
+
+    Raises:
+        RecipeError: no such folder, or tensors that are missing, left over or of another shape; `key` is named.
+    """
+    from peft.utils import load_peft_weights, set_peft_model_state_dict
+
+    if not Path(folder).is_dir():
+        raise RecipeError(f"{key}={folder!r}: no such folder")
+    try:
+        result = set_peft_model_state_dict(model, load_peft_weights(folder, device="cpu"))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise RecipeError(f"{key}={folder!r} does not fit: {error}") from error
+    prefix = getattr(model.base_model, "prefix", "lora_")
+    missing = [name for name in result.missing_keys if prefix in name]
+    if missing or result.unexpected_keys:
+        raise RecipeError(
+            f"{key}={folder!r} does not fit: {len(missing)} tensors missing, "
+            f"{len(result.unexpected_keys)} unexpected (first: {(missing + result.unexpected_keys)[0]})"
+        )
+
+
+def draw_adapters(model: Any, seed: int) -> None:
+    """A ~ U(±1/√fan_in), PEFT's distribution (Kaiming with a = √5), in fp32 and per name; B = 0."""
+    for name, p in model.named_parameters():
+        if ".lora_A." in name:
+            digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+            bound = 1 / math.sqrt(p.shape[1])
+            with torch.no_grad():
+                p.copy_(torch.empty(p.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator))
+        elif ".lora_B." in name:
+            torch.nn.init.zeros_(p)
+
+
+def import_gguf(gguf_file: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Path:
+    """Turn a GGUF file into a folder of BF16 safetensors with config and tokenizer.
+
+    The weights are the dequantised ones: as exact as the GGUF file, whatever it was made from.
+
+    Args:
+        gguf_file: e.g. ``SmolLM2-135M-Instruct.Q4_1.gguf``.
+        folder: to be made; it must not exist.
+
+    Raises:
+        SetupError: no such file, the folder exists, or the file's architecture is unknown to transformers.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    file, target = Path(gguf_file), Path(folder)
+    if not file.is_file():
+        raise SetupError(f"{file}: no such file")
+    if target.exists():
+        raise SetupError(f"{target} exists already: remove it, or name another folder")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    except (ImportError, ValueError, OSError) as error:
+        raise SetupError(f"{file} cannot be read: {error} (it takes gguf: pip install 'hf-gnmr[gguf]')") from error
+    # The loaded model is marked as GGUF-quantised, which save_pretrained refuses: a plain twin takes its weights.
+    config = model.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    twin = type(model)(config).to(torch.bfloat16)
+    twin.load_state_dict(model.state_dict())
+    twin.generation_config = GenerationConfig.from_model_config(config)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    twin.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    os.replace(partial, target)
+    return target

@@ -1,0 +1,275 @@
+"""Recipes: one YAML file a run, plus ``section.key=value`` overrides, checked before anything is loaded.
+
+A recipe has the sections below.  `training` takes the fields of transformers' `TrainingArguments` and `gnmr` those of
+`GNMRConfig`, by their own names.  A recipe may extend another (`extends:`), and overrides go over both; either may name
+another backend, which takes the options of the old one away.  Every value is brought to the type of its field (``2e-5`` is
+a number here, which YAML 1.1 does not think) or refused, naming key, value and what is allowed; unknown keys are refused
+with the nearest known one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import os
+import re
+import typing
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from ..config import ConfigError, GNMRConfig
+from .sections import (
+    OF_BACKEND,
+    UNITS,
+    BackendSection,
+    DataSection,
+    LoraSection,
+    ModelSection,
+    Recipe,
+    RecipeError,
+    RunSection,
+    TriggerSection,
+)
+from .yaml12 import Yaml12
+
+SECTIONS: dict[str, type] = {
+    "model": ModelSection,
+    "lora": LoraSection,
+    "data": DataSection,
+    "training": dict,
+    "gnmr": GNMRConfig,
+    "backend": BackendSection,
+    "trigger": TriggerSection,
+    "run": RunSection,
+}
+
+LEAST: dict[str, float] = {
+    "lora.r": 1, "lora.lora_alpha": 1, "lora.lora_dropout": 0, "data.max_length": 8, "data.rows": 1, "data.eval_rows": 0,
+    "data.generate_rows": 0, "data.max_new_tokens": 1, "data.documents": 1, "model.llm_int8_threshold": 0,
+    "training.learning_rate": 0, "training.weight_decay": 0, "training.max_grad_norm": 0, "training.warmup_steps": 0,
+    "training.per_device_train_batch_size": 1, "training.per_device_eval_batch_size": 1,
+    "training.gradient_accumulation_steps": 1, "training.max_steps": 1, "training.num_train_epochs": 0,
+    "training.logging_steps": 0, "training.save_steps": 0, "training.seed": 0, "training.label_smoothing_factor": 0,
+}  # fmt: skip
+"""Least allowed value of a key. `training.max_steps` may also be -1, transformers' "by epochs"."""
+
+SCRATCH = "scratch"
+
+MOST: dict[str, float] = {"lora.lora_dropout": 1, "training.label_smoothing_factor": 1}
+
+
+def find_recipe(name: str) -> Path:
+    """A recipe file by path, or by name among those that come with the package (``quickstart``, ``quickstart.yaml``).
+
+    Raises:
+        RecipeError: no such file; the message lists the recipes there are.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    package = Path(__file__).parents[1]
+    folders = [package / "recipes", package.parent / "recipes"]
+    if path.parent == Path(".") or path.parent == Path("recipes"):
+        for folder in folders:
+            for candidate in (folder / path.name, folder / f"{path.name}.yaml"):
+                if candidate.is_file():
+                    return candidate
+    known = sorted({p.stem for folder in folders if folder.is_dir() for p in folder.glob("*.yaml")})
+    raise RecipeError(f"no recipe file {name!r}; by name there are: {', '.join(known)}")
+
+
+def load_recipe(path: str | os.PathLike[str], overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
+    """Read, override, check.
+
+    Args:
+        path: the YAML file.
+        overrides: ``section.key=value``, the value in YAML.
+
+    Raises:
+        RecipeError: naming key, value and what is allowed.
+    """
+    raw = _read(Path(path))
+    changes: dict[str, dict[str, Any]] = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        section, dot, name = key.partition(".")
+        if not equals or not dot or not name:
+            raise RecipeError(f"override {override!r}: section.key=value is allowed, e.g. training.max_steps=20")
+        _known(section, list(SECTIONS), "section")
+        try:
+            if raw.get(section) is False:
+                raise RecipeError(f"override {override!r}: the recipe says {section}: false")
+            changes.setdefault(section, {})[name] = yaml.load(text, Loader=Yaml12)  # noqa: S506 (a SafeLoader)
+        except yaml.YAMLError as error:
+            raise RecipeError(f"override {override!r}: the value is not YAML ({error})") from error
+    for section, values in changes.items():
+        raw[section] = _over(section, raw.get(section, {}), values)
+    training = check_training(raw.get("training", {}))
+    training.setdefault("output_dir", os.path.join("runs", Path(path).stem))
+    sections: dict[str, Any] = {"training": training}
+    for section in ("model", "data"):
+        if section not in raw:
+            raise RecipeError(f"{section}: the section is missing; {section}.name says which one to use")
+    for section, cls in SECTIONS.items():
+        if section == "lora" and raw.get(section) is False:
+            sections[section] = None
+        elif section != "training":
+            sections[section] = _section(section, cls, raw.get(section, {}))
+    recipe = Recipe(**sections)
+    _fits_together(recipe)
+    return recipe
+
+
+def _read(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A recipe's sections as plain values, over those of the recipe that it `extends`, if any."""
+    try:
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=Yaml12)  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path} is not YAML: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} cannot be read: {error}") from error
+    if not isinstance(raw, dict):
+        raise RecipeError(f"{path}: a recipe has the sections {', '.join(SECTIONS)}")
+    extended = raw.pop("extends", None)
+    base: dict[str, Any] = {}
+    if extended is not None:
+        if not isinstance(extended, str):
+            raise RecipeError(f"extends={extended!r}: the file name of a recipe beside this one is allowed")
+        if path.resolve() in below:
+            raise RecipeError(f"{path} extends itself, by way of {', '.join(p.name for p in below)}")
+        base = _read(path.parent / extended, (*below, path.resolve()))
+    for section, values in raw.items():
+        _known(section, [*SECTIONS, "extends"], "section")
+        if values is None:
+            values = {}
+        if section == "lora" and values is False:
+            base[section] = False
+            continue
+        if not isinstance(values, dict):
+            raise RecipeError(f"{section}={values!r}: a section holds key: value lines")
+        below_it = base.get(section)
+        base[section] = _over(section, below_it if isinstance(below_it, dict) else {}, values)
+    return base
+
+
+def _over(section: str, below: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """`values` over those of a recipe below; where they name another backend, the options that it does not have go."""
+    if section == "backend" and "name" in values and values["name"] != below.get("name", BackendSection.name):
+        its_own = OF_BACKEND.get(str(values["name"]), ())
+        others = {option for names in OF_BACKEND.values() for option in names if option not in its_own}
+        below = {key: value for key, value in below.items() if key not in others}
+        if below.get("unit") not in UNITS.get(str(values["name"]), ()):
+            below.pop("unit", None)
+    return {**below, **values}
+
+
+def _fits_together(recipe: Recipe) -> None:
+    """Raise RecipeError for sections that do not go with each other."""
+    model, data = recipe.model, recipe.data
+    if model.name == SCRATCH:
+        if not model.architecture or "model_type" not in model.architecture or model.tokenizer is None:
+            raise RecipeError("model.name='scratch' needs model.architecture (with model_type) and model.tokenizer")
+        if "dtype" in model.architecture:
+            raise RecipeError("model.architecture.dtype: for model.name='scratch' give model.dtype instead")
+        if recipe.lora is not None:
+            raise RecipeError("model.name='scratch' trains all weights: lora: false is allowed")
+    elif model.tokenizer is not None:
+        raise RecipeError(f"model.tokenizer={model.tokenizer!r} is for model.name='scratch'; {model.name} has its own")
+    if recipe.lora is None and recipe.backend.name == "int8":
+        raise RecipeError("lora: false with backend.name='int8': 8-bit weights cannot be trained; adapters are needed")
+    if recipe.lora is not None and model.dtype is not None:
+        raise RecipeError(f"model.dtype={model.dtype!r} is for lora: false; under LoRA the base is BF16 or INT8")
+    if data.text is None and data.streaming:
+        raise RecipeError("data.streaming=True needs data.text: prompts and answers are read whole")
+    if data.documents is not None and data.text is None:
+        raise RecipeError(f"data.documents={data.documents!r} is for text: give data.text, or data.rows")
+
+
+def _section(section: str, cls: type, values: dict[str, Any]) -> Any:
+    hints = typing.get_type_hints(cls)
+    known = [f.name for f in dataclasses.fields(cls)]
+    checked = {}
+    for name, value in values.items():
+        _known(name, known, "key", f"{section}.")
+        checked[name] = check_value(f"{section}.{name}", value, hints[name])
+    required = [
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    for name in required:
+        if name not in checked:
+            raise RecipeError(f"{section}.{name} is missing")
+    try:
+        return cls(**checked)
+    except RecipeError:
+        raise
+    except ConfigError as error:
+        raise RecipeError(f"{section}.{error}") from error
+
+
+def check_training(values: dict[str, Any]) -> dict[str, Any]:
+    """The `training` section with every value of the type that `TrainingArguments` declares for it."""
+    from transformers import TrainingArguments
+
+    hints = typing.get_type_hints(TrainingArguments)
+    known = [f.name for f in dataclasses.fields(TrainingArguments) if f.init]
+    checked = {}
+    for name, value in values.items():
+        _known(name, known, "key", "training.")
+        result = check_value(f"training.{name}", value, hints[name])
+        # A step count that may also be a share is declared a float; written as a whole number it stays one.
+        checked[name] = value if type(value) is int and isinstance(result, float) else result
+    return checked
+
+
+def check_value(key: str, value: Any, hint: Any) -> Any:
+    """`value` as the type `hint`, within the range of `key`.
+
+    Raises:
+        RecipeError: naming key, value and the type or range that is allowed.
+    """
+    allowed = _words(hint)
+    union = typing.get_args(hint) or (hint,)
+    if isinstance(value, bool) and not any(t in (bool, Any) or _holds(t, value) for t in union):
+        raise RecipeError(f"{key}={value!r}: {allowed} is allowed")
+    names = [member.value for t in union if isinstance(t, type) and issubclass(t, Enum) for member in t]
+    if names and isinstance(value, str) and value not in names:
+        near = difflib.get_close_matches(value, names, n=1)
+        listed = ", ".join(map(repr, names)) if len(names) <= 12 else f"one of {len(names)} names"
+        raise RecipeError(f"{key}={value!r}: {f'did you mean {near[0]!r}? ' if near else ''}{listed} is allowed")
+    try:
+        result = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
+    except ValidationError as error:
+        raise RecipeError(f"{key}={value!r}: {allowed} is allowed") from error
+    # GNMRConfig checks its own ranges.
+    if isinstance(result, (int, float)) and not isinstance(result, bool) and not key.startswith("gnmr."):
+        least, most = LEAST.get(key, -math.inf), MOST.get(key, math.inf)
+        by_epochs = key == "training.max_steps" and result == -1
+        if not ((math.isfinite(result) and least <= result <= most) or by_epochs):
+            bounds = [f"at least {least:g}"] if least > -math.inf else []
+            bounds += [f"at most {most:g}"] if most < math.inf else []
+            raise RecipeError(f"{key}={value!r}: a finite number{', ' if bounds else ''}{' and '.join(bounds)}, is allowed")
+    return result
+
+
+def _holds(hint: Any, value: Any) -> bool:
+    """Whether a Literal names exactly this value."""
+    return typing.get_origin(hint) is Literal and any(value is v for v in typing.get_args(hint))
+
+
+def _words(hint: Any) -> str:
+    text = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+    return re.sub(r"\b(?:typing|transformers\.[\w.]*|collections\.abc)\.", "", text)
+
+
+def _known(name: Any, known: list[str], kind: str, prefix: str = "") -> None:
+    if name not in known:
+        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+        hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(known)}"
+        raise RecipeError(f"unknown {kind} {prefix}{name}: {hint}")

@@ -1,0 +1,7 @@
+"""A run's trace, and everything that is made from it alone: figures, replays, thresholds, the page.  No torch."""
+
+from __future__ import annotations
+
+from .file import Trace, TraceError, TraceWriter, read_trace
+
+__all__ = ["Trace", "TraceError", "TraceWriter", "read_trace"]

@@ -1,0 +1,1 @@
+"""One training under control: reading gradients, deciding, switching, writing the trace."""

@@ -1,0 +1,307 @@
+"""GNMRCallback: a session's wiring to the Trainer's events; it decides nothing.
+
+    Trainer(model, args, train_dataset=..., callbacks=[GNMRCallback()]).train()
+
+A step's way: the model's backward leaves a reading of the norms (`gradients`), `on_pre_optimizer_step` fetches it,
+`on_step_end` has the controller decide and the backend put the decision in force, and one line goes to the trace.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from ..backends.units import Unit
+from ..config import ConfigError, GNMRConfig, SetupError
+from ..control.controller import Controller, Decision
+from .checkpoints import load_renamed
+from .checks import refuse_unreadable_gradients, refuse_windows_never_full
+from .journal import TRACE_FILE
+from .options import Options, make_config, take_over, trigger_over
+from .session import GNMRSession
+
+SIGNAL_FILE = "gnmr_trigger.safetensors"
+
+
+class GNMRCallback(TrainerCallback, ExportableState):
+    """Runtime stability control for low-precision training, as a Trainer callback.
+
+    Args:
+        config: thresholds and budget; None means the defaults of `GNMRConfig`. Its fields may also be given as keywords.
+        backend: "int8" (bitsandbytes INT8 ↔ BF16), "activation" (saved activations in few bits), "fp8" (hybrid FP8),
+            "lowbit" (4 and 6 bits, simulated) or "none" (monitor only).
+        trigger: "gnmr", "none" (all on the low-cost path), "all" (all on the recovery path), "gsnr", "jacobian", "static",
+            "random", "listed".
+        trigger_options: the trigger's own, see `hf_gnmr.control.triggers`, e.g. {"promotion_ratio": 0.1} of "random".
+        recovery: the store of recovery weights: "host" (originals off the device), "device" (both paths resident, about two
+            bytes a weight) or "dequantize" (BF16 compute on the 8-bit weights).
+        recovery_source: folder or Hub id of the original weights; None: what the model was loaded from.
+        layers: pattern for the decoder layers of an unknown architecture, e.g. "transformer.blocks.*".
+        eval_path: path in eval mode: "low", "recovery" or "active".
+        max_recovery_memory: device memory that lifted layers may add, instead of max_o: bytes, "6GB", "500MiB".
+        pin_memory: with "host" on an accelerator, hold the originals in pinned host memory.
+        unit: what is switched as one: "projection" or "layer" ("activation"); "layer", "experts" or "expert" ("fp8",
+            "lowbit"); None: the first of them.
+        bits_low, bits_recovery: bits on either path: 2 to 8 or 16 ("activation"), 4 or 6 and 8 or 16 ("lowbit").
+        format: of "activation": "float" or "int".
+        emulate: of "fp8": true, false or "auto" (emulated where the device has no FP8).
+        trace_path: file for the trace; None: `trace.jsonl` in the Trainer's output_dir; False: no trace, no summary.
+
+    Raises:
+        ConfigError: at construction, a setting that is not allowed.
+        SetupError: at train begin, a model or Trainer on which control cannot work; the message names the mend.
+    """
+
+    def __init__(
+        self,
+        config: GNMRConfig | dict[str, Any] | None = None,
+        *,
+        backend: str = "int8",
+        trigger: str = "gnmr",
+        recovery: str = "host",
+        recovery_source: str | os.PathLike[str] | None = None,
+        layers: str | None = None,
+        eval_path: str = "low",
+        max_recovery_memory: int | str | None = None,
+        pin_memory: bool = False,
+        trigger_options: Mapping[str, Any] | None = None,
+        unit: str | None = None,
+        bits_low: int = 4,
+        bits_recovery: int = 8,
+        format: str = "float",
+        emulate: bool | str = False,
+        trace_path: str | os.PathLike[str] | bool | None = None,
+        **settings: Any,
+    ) -> None:
+        self.config = make_config(config, settings, "GNMRCallback")
+        self.options = Options(
+            backend=backend,
+            trigger=trigger,
+            trigger_options=trigger_options or {},
+            recovery=recovery,
+            recovery_source=recovery_source,
+            max_recovery_memory=max_recovery_memory,
+            pin_memory=pin_memory,
+            layers=layers,
+            eval_path=eval_path,
+            unit=unit,
+            bits_low=bits_low,
+            bits_recovery=bits_recovery,
+            format=format,
+            emulate=emulate,
+        )
+        if trace_path is not None and trace_path is not False and not isinstance(trace_path, (str, os.PathLike)):
+            raise ConfigError(f"trace_path={trace_path!r}: a path, None or False is allowed")
+        self.trace_path = trace_path
+        self.session: GNMRSession | None = None
+        """The training that runs, or the last one that ran."""
+        self._state: dict[str, Any] | None = None
+        """The controller's state in the checkpoint that this callback was built anew from, if it was."""
+        self._run_id: str | None = None
+        self._setup: dict[str, Any] | None = None
+        self._folder: str | None = None
+        """Where the training saves."""
+        self._micro_batches = 0
+        self._detached = False
+        self.weights_loaded = False
+        """Whether a Trainer has read a checkpoint's weights whole (`GNMRTrainerMixin`)."""
+
+    @property
+    def units(self) -> list[Unit]:
+        """The monitored layers; empty before train begin."""
+        return [] if self.session is None else self.session.units
+
+    @property
+    def controller(self) -> Controller | None:
+        """The controller at work; None before train begin."""
+        return None if self.session is None else self.session.controller
+
+    @property
+    def decision(self) -> Decision | None:
+        """The latest decision; None before the first step."""
+        return None if self.session is None else self.session.decision
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """The figures of the run, once it has ended."""
+        return None if self.session is None else self.session.summary
+
+    # -- Trainer events ------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.detach()
+        self.session, self._detached = None, False
+        if state.max_steps < 1:
+            raise SetupError(f"the training has {state.max_steps} optimizer steps: there is nothing to do")
+        refuse_windows_never_full(kwargs.get("train_dataloader"), args.gradient_accumulation_steps)
+        model = kwargs["model"]
+        refuse_unreadable_gradients(args, model)
+        session = GNMRSession(
+            model,
+            self.config,
+            self.options,
+            total_steps=state.max_steps,
+            gradient_accumulation_steps=args.gradient_accumulation_steps,
+            scaler=getattr(kwargs.get("optimizer"), "scaler", None),
+            reduced=True,
+        )
+        try:
+            session.main_process = state.is_world_process_zero
+            if self.trace_path is not False:
+                session.trace = Path(args.output_dir) / TRACE_FILE if self.trace_path is None else Path(str(self.trace_path))
+            self._restore(session, state, model, Path(args.output_dir))
+            session.begin()
+        except BaseException:
+            session.detach()
+            raise
+        self.session = session
+        self.weights_loaded = False  # told anew by each resume
+        self._folder = str(Path(args.output_dir).resolve())
+        self._run_id = session.run_id
+        self._micro_batches = 0
+
+    def rehearse(self, args: TrainingArguments, model: nn.Module, total_steps: int) -> None:
+        """Raise what train begin would raise about this model, and leave it as it is."""
+        refuse_unreadable_gradients(args, model)
+        units, backend, config = take_over(model, self.config, self.options)
+        try:
+            trigger_over(units, backend, config, self.options, total_steps)
+        finally:
+            backend.remove()
+
+    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._micro_batches += 1
+
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._detached:
+            return
+        assert self.session is not None
+        if self.session.reading is not None:
+            raise SetupError(
+                "on_pre_optimizer_step came twice in one step: this GNMRCallback is among the Trainer's callbacks twice. "
+                "Give it once"
+            )
+        self.session.observe(self._micro_batches + 1)
+        self._micro_batches = 0
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._detached:
+            return
+        assert self.session is not None
+        self.session.decide(skipped=bool(getattr(kwargs.get("optimizer"), "step_was_skipped", False)))
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Tensors that the trigger goes on from, beside the Trainer's own files."""
+        tensors = {} if self.session is None or self.session.signal is None else self.session.signal.tensors()
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if tensors and state.is_world_process_zero and folder.is_dir():
+            partial = folder / f"{SIGNAL_FILE}.partial"
+            marks = {"run_id": str(self._run_id), "step": str(state.global_step)}
+            save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, partial, metadata=marks)
+            os.replace(partial, folder / SIGNAL_FILE)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.session is not None:
+            self.session.close()
+
+    def detach(self) -> None:
+        """Take hooks and paths off the model and close the trace; may be called twice.
+
+        For a model that is used after its training was broken off. In mid-training the rest of it goes on without control:
+        on the low-cost path under `int8`, where 8 bits are what the model has, else on the plain one.
+        """
+        if self.session is not None:
+            self.session.detach()
+            self._detached = True
+
+    # -- State in the Trainer's checkpoints ------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer stores in `trainer_state.json`: arguments to build this callback anew, and its state."""
+        options = dataclasses.asdict(self.options)
+        source = options["recovery_source"]
+        return {
+            "args": {
+                "config": self.config.to_dict(),
+                **options,
+                "recovery_source": None if source is None else str(source),
+                "trace_path": self.trace_path
+                if isinstance(self.trace_path, bool) or self.trace_path is None
+                else str(self.trace_path),
+            },
+            "attributes": {
+                "_state": self.controller.state_dict() if self.controller is not None else self._state,
+                "_run_id": self._run_id,
+                "_folder": self._folder,
+                "_setup": self._setup if self.session is None else self.session.setup(),
+            },
+        }
+
+    def _restore(self, session: GNMRSession, state: TrainerState, model: nn.Module, folder: Path) -> None:
+        """Continue from the state in the checkpoint, if this is a resumed run."""
+        # The Trainer files a callback's state under its class's name. A checkpoint written without this callback has no
+        # entry, and the Trainer's next save would miss it.
+        stored: Any = state.stateful_callbacks.setdefault(type(self).__name__, {})
+        attributes = (stored[-1] if isinstance(stored, list) else stored).get("attributes") or {}
+        if state.global_step == 0:
+            return
+        checkpoint = f"checkpoint-{state.global_step}"
+        places = [folder / checkpoint, Path(str(attributes.get("_folder"))) / checkpoint]
+        if not self.weights_loaded:
+            found = next((p for p in places if p.is_dir()), None)
+            renamed = [] if found is None else load_renamed(model, found)
+            if renamed and state.is_world_process_zero:
+                print(f"GNMR: {len(renamed)} weights that the Trainer passed over were read from {found}", flush=True)
+        saved = attributes.get("_state")
+        run_id = None if saved is None else attributes.get("_run_id")
+        session.resume(state.global_step, saved, run_id, attributes.get("_setup"))
+        if session.signal is not None and session.signal.tensors():
+            files = [place / SIGNAL_FILE for place in places]
+            tensors = next((t for file in files if (t := _tensors_of(file, run_id, state.global_step)) is not None), None)
+            if tensors is not None:
+                session.signal.load_tensors(tensors)
+            else:
+                warnings.warn(
+                    f"no {SIGNAL_FILE} of step {state.global_step} of that run in {places[0]}: the running means of "
+                    f"trigger {self.options.trigger!r} start anew",
+                    stacklevel=2,
+                )
+        if saved is None:
+            warnings.warn(
+                f"resumed at step {state.global_step} from a checkpoint without GNMR state: the history starts anew",
+                stacklevel=2,
+            )
+        elif self._state is not None and state.is_world_process_zero:
+            print("GNMR: settings are those of the checkpoint (restore_callback_states_from_checkpoint)", flush=True)
+
+    # -- For a Trainer that wants more ------------------------------------------------------------------------------
+
+    def scalars(self) -> dict[str, float]:
+        """The latest step's figures, for a `Trainer.log` that adds them to its logs (`GNMRSession.scalars`)."""
+        return {} if self.session is None or self._detached else self.session.scalars()
+
+    def note_loss(self, loss: Tensor) -> None:
+        """For a Trainer to tell each micro-batch's loss (`GNMRSession.note_loss`)."""
+        if self.session is not None and not self._detached:
+            self.session.note_loss(loss)
+
+
+def _tensors_of(file: Path, run_id: str | None, step: int) -> dict[str, Tensor] | None:
+    """A trigger's tensors, if the file is there and of that run and step."""
+    if not file.is_file():
+        return None
+    with safe_open(file, framework="pt") as found:
+        marks = found.metadata() or {}
+        if (marks.get("run_id"), marks.get("step")) != (str(run_id), str(step)):
+            return None
+        return {name: found.get_tensor(name) for name in found.keys()}  # noqa: SIM118 (not a dict)

@@ -1,0 +1,180 @@
+"""What a run writes down: its trace, line by line, and at the end the summary worked out from it.
+
+Trouble with the files is said loudly and never costs the training.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..backends.units import Unit
+from ..control.controller import Bools, Decision, Floats
+from ..files import free_name, write_json
+from ..trace.file import TraceError, TraceWriter, read_trace
+from ..trace.metrics import summarise
+from .census import summary_in_words
+from .gradients import Reading
+
+TRACE_FILE = "trace.jsonl"
+SUMMARY_FILE = "summary.json"
+
+
+class Journal:
+    """The trace of a running training, on the process that writes files.
+
+    Args:
+        path: the trace file; the summary goes beside it.
+        header: the trace's header.
+        resume_after: the step that a resumed run goes on after; None: a new run.
+    """
+
+    def __init__(self, path: Path, header: dict[str, Any], resume_after: int | None) -> None:
+        self.path = path
+        self._writer: TraceWriter | None = TraceWriter(path, header, resume_after)
+        writer = self._writer
+        if resume_after is not None and not writer.continued:
+            say(f"resumed at step {resume_after}, but {path} is not (or no longer) the trace of this run: it starts anew")
+        if writer.missing:
+            say(f"{path} lacks the {writer.missing} steps before step {(resume_after or 0) + 1}")
+        if writer.set_aside is not None:
+            say(f"earlier trace lines set aside in {writer.set_aside}")
+        summary = path.with_name(SUMMARY_FILE)
+        if not writer.continued and summary.is_file():
+            os.replace(summary, free_name(summary))
+
+    def step(
+        self,
+        *,
+        step: int,
+        reading: Reading,
+        decision: Decision | None,
+        active: Bools,
+        micro_batches: int,
+        skipped: str | None,
+        withheld: bool,
+        step_ms: float,
+        controller_ms: float,
+        recovery_bytes: int,
+        more: dict[str, Any] | None = None,
+    ) -> None:
+        """One step's line; `decision` is None where it was no step for the controller."""
+        if self._writer is None:
+            return
+        record = {
+            "step": step,
+            "loss": reading.loss,
+            "grad_norm": reading.total_norm,
+            "norms": _seen(reading.norms, reading.seen),
+            "gnmr": _seen(decision.gnmr, decision.seen) if decision else None,
+            "delta_gnmr": _seen(decision.delta_gnmr, decision.seen) if decision else None,
+            "risk": decision.risk.tolist() if decision else None,
+            "alpha": decision.alpha if decision else None,
+            "beta": decision.beta if decision else None,
+            "triggered": np.flatnonzero(decision.triggered).tolist() if decision else [],
+            "active": np.flatnonzero(active).tolist(),
+            "micro_batches": micro_batches,
+            "skipped": skipped,
+            "update_withheld": withheld,
+            "step_ms": step_ms,
+            "controller_ms": controller_ms,
+            "recovery_bytes": recovery_bytes,
+            **(more or {}),
+        }
+        if reading.signal is not None:
+            record["signal"] = reading.signal.tolist()
+        try:
+            self._writer.write(record)
+        except OSError as error:
+            say(f"NO TRACE from step {step} on: {self.path} cannot be written ({error})")
+            warnings.warn(f"the trace ends before step {step}: {error}", stacklevel=2)
+            self._writer = None
+
+    def close(self) -> None:
+        """Close the trace; may be called twice."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _seen(values: Floats, seen: Bools) -> list[float | None]:
+    """Values per unit; None where a unit had no gradient in this step."""
+    return [value if there else None for value, there in zip(values.tolist(), seen.tolist(), strict=True)]
+
+
+def write_summary(trace: Path, last_step: int) -> dict[str, Any] | None:
+    """Write and return the figures of a run that ended at `last_step`; None, with a warning, where its trace gives none."""
+    try:
+        summary = summarise(read_trace(trace), last_step)
+        write_json(trace.with_name(SUMMARY_FILE), summary)
+    except (TraceError, OSError, KeyError, TypeError, ValueError, IndexError) as error:
+        warnings.warn(f"no {SUMMARY_FILE}: {type(error).__name__}: {error}", stacklevel=2)
+        return None
+    print(summary_in_words(summary), flush=True)
+    return summary
+
+
+class OddWindows:
+    """Says so where no accumulation window has been a whole one yet: the controller would never decide.
+
+    Args:
+        accumulation: micro-batches of a whole window.
+    """
+
+    def __init__(self, accumulation: int) -> None:
+        self.accumulation = accumulation
+        self._lengths: list[int] | None = []
+
+    def saw(self, micro_batches: int) -> None:
+        """A window of so many micro-batches ended."""
+        if self._lengths is None or micro_batches == self.accumulation:
+            self._lengths = None
+            return
+        self._lengths.append(micro_batches)
+        if len(self._lengths) == 3:
+            say(
+                f"NO DECISION so far: the first windows had {', '.join(map(str, self._lengths))} micro-batches and not "
+                f"gradient_accumulation_steps={self.accumulation}. Set it to what a step really has"
+            )
+
+
+def say_not_finite(step: int, units: Sequence[Unit], reading: Reading, withheld: bool) -> None:
+    """Say what must not go unnoticed: gradients that are not finite, and an update that was withheld for it."""
+    bad = [units[i] for i in np.flatnonzero(~np.isfinite(reading.norms) & reading.seen).tolist()]
+    if bad or withheld:
+        names = ", ".join(str(u.layer) if u.name.endswith(f".{u.layer}") else u.name for u in bad[:8])
+        names += ", …" if len(bad) > 8 else ""
+        where = f"in layer{'s' if len(bad) > 1 else ''} {names}" if bad else "outside the layers"
+        update = "; the optimizer's update was withheld" if withheld else ""
+        say(f"step {step}: gradient not finite {where}{update}")
+
+
+def say_out_of_reach(units: Sequence[Unit], idle: Bools, reading: Reading, trigger: str) -> None:
+    """Say, after the first step, which trained units nothing can be done for."""
+
+    def names(mask: Bools) -> str:
+        found = [units[i].name for i in np.flatnonzero(mask).tolist()]
+        return f"{len(found)} of {len(units)} units ({', '.join(found[:4])}{', …' if len(found) > 4 else ''})"
+
+    unused = idle & reading.seen
+    if unused.any():
+        say(
+            f"LIFTING CHANGES NOTHING for {names(unused)}: they are trained, but what is switched in them did not run in "
+            "the first step (their weights are read past the modules' forward). They may still take seats"
+        )
+    if reading.signal is not None:
+        unranked = np.isnan(reading.signal) & reading.seen & np.isfinite(reading.norms)
+        if unranked.any():
+            say(
+                f"NO SIGNAL of trigger {trigger!r} from {names(unranked)}: it will not lift them. (jacobian needs a "
+                "gradient of the unit's input; what reads frozen embeddings has none)"
+            )
+
+
+def say(text: str) -> None:
+    """A line of ours among the Trainer's output."""
+    print(f"GNMR: {text}", flush=True)

@@ -1,0 +1,345 @@
+"""One training under control, whatever drives it: the callback under a Trainer, or a loop of one's own.
+
+    session = GNMRSession(model, total_steps=1000, gradient_accumulation_steps=4, output_dir="out")
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            if accelerator.sync_gradients:
+                session.observe()                                  # after the backward, before clipping
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            if accelerator.sync_gradients:
+                session.decide(skipped=accelerator.optimizer_step_was_skipped)
+            optimizer.zero_grad()
+    session.close()
+
+Paths change in `decide` and nowhere else, so all micro-batches of a step, and the recomputation of checkpointed layers,
+see one choice.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import uuid
+import warnings
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import ConfigError, GNMRConfig, SetupError
+from ..control.controller import Controller, Decision
+from ..trace.metrics import step_scalars
+from .census import census_in_words, take_census, trace_header
+from .checks import is_distributed, one_process_of_several, refuse_unreduced_gradients, scaler_missing
+from .gradients import GradientNorms, Reading
+from .journal import TRACE_FILE, Journal, OddWindows, say, say_not_finite, say_out_of_reach, write_summary
+from .options import UNITS, Options, make_config, take_over, trigger_over
+from .signals import SIGNALS
+
+
+class GNMRSession:
+    """Units, backend, controller, gradient norms and trace of one training.
+
+    Args:
+        model: the model whose forward is called in training: a PEFT model over an 8-bit base (any wrapper by DDP or
+            torch.compile is looked through). Parameters must be where they are trained.
+        config: thresholds and budget; None means the defaults of `GNMRConfig`. Its fields may also be given as keywords.
+        options: what is switched and how; its fields may also be given as keywords.
+        total_steps: optimizer steps of the whole run; needed where the configuration gives shares of it.
+        gradient_accumulation_steps: micro-batches of a full window; shorter and longer ones are no step.
+        scaler: the gradient scaler in use (`accelerator.scaler`), or None.
+        output_dir: folder for `trace.jsonl` and `summary.json`; None: neither is written.
+        reduced: with several processes, a model that is not under DDP is taken on trust: the gradients are averaged by the
+            end of the backward (a Trainer's callback is given the model below DDP).
+
+    Raises:
+        ConfigError: a setting that is not allowed.
+        SetupError: a model on which control cannot work; the message names the mend.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: GNMRConfig | dict[str, Any] | None = None,
+        options: Options | None = None,
+        *,
+        total_steps: int | None = None,
+        gradient_accumulation_steps: int = 1,
+        scaler: Any = None,
+        output_dir: str | os.PathLike[str] | None = None,
+        reduced: bool = False,
+        **settings: Any,
+    ) -> None:
+        ours = [f.name for f in fields(Options) if f.name in settings]
+        if options is not None and ours:
+            raise ConfigError(f"give options= or its fields as keywords, not both (got {', '.join(ours)})")
+        if options is None:
+            options = Options(**{f.name: settings.pop(f.name) for f in fields(Options) if f.name in settings})
+        self.config = make_config(config, settings, type(self).__name__)
+        self.options = options
+        self.total_steps, self.accumulation = total_steps, gradient_accumulation_steps
+        self.trace: Path | None = None if output_dir is None else Path(output_dir) / TRACE_FILE
+        if isinstance(total_steps, bool) or not (total_steps is None or (isinstance(total_steps, int) and total_steps > 0)):
+            raise ConfigError(f"total_steps={total_steps!r}: a whole number above 0, or None, is allowed")
+        if isinstance(gradient_accumulation_steps, bool) or not (
+            isinstance(gradient_accumulation_steps, int) and gradient_accumulation_steps > 0
+        ):
+            raise ConfigError(
+                f"gradient_accumulation_steps={gradient_accumulation_steps!r}: a whole number above 0 is allowed"
+            )
+        self.main_process = not is_distributed() or torch.distributed.get_rank() == 0
+        self.decision: Decision | None = None
+        """The latest decision; None before the first step."""
+        self.summary: dict[str, Any] | None = None
+        """The figures of the run, once it has ended."""
+        self.run_id = uuid.uuid4().hex
+        self.steps_done = 0
+        """Optimizer steps so far, those that were no step for the controller included."""
+        self._resumed = False
+        self._begun = False
+        self._journal: Journal | None = None
+        self._shown: dict[str, float] = {}
+        self.reading: Reading | None = None
+        """What `observe` fetched and `decide` has not had yet."""
+        self._micro_batches = 0
+        self._withheld = False
+        self._closed = self._looked = False
+        self._windows = OddWindows(gradient_accumulation_steps)
+        if not reduced:
+            refuse_unreduced_gradients(model)
+        self.units, self.backend, self.config = take_over(model, self.config, options)
+        try:
+            self.controller: Controller = trigger_over(self.units, self.backend, self.config, options, total_steps)
+            self.signal = SIGNALS[self.controller.signal](self.units) if self.controller.signal else None
+            self._gradients = GradientNorms(model, self.units, scaler, self.signal, gradient_accumulation_steps)
+            self.backend.reserve(self.controller.most_active())
+            self._switch()
+        except BaseException:
+            self.backend.remove()
+            raise
+        self._scaled = scaler is not None and scaler.is_enabled()
+
+    def _switch(self) -> None:
+        """Put the controller's choice for the coming step in force."""
+        if self.controller.exact:
+            self.backend.apply_exact()
+        else:
+            self.backend.apply(self.controller.active)
+
+    def begin(self) -> None:
+        """Print the census and open the trace; the first `observe` does so otherwise. After `load_state_dict`, if any."""
+        if self._begun:
+            return
+        self._begun = True
+        if not self.main_process:
+            return
+        census = take_census(self.units, self.backend, self.controller)
+        census["trainable_parameters_elsewhere"] = self._gradients.elsewhere
+        census["trigger_bytes"] = 0 if self.signal is None else self.signal.state_bytes
+        for line in census_in_words(census):
+            print(line, flush=True)
+        for warning in (one_process_of_several(), scaler_missing(self._scaled)):
+            if warning is not None:
+                say(warning)
+        if self.trace is not None:
+            header = trace_header(self.units, self.backend, self.controller, census)
+            header |= {"run_id": self.run_id, "total_steps": self.total_steps}
+            self._journal = Journal(self.trace, header, self.steps_done if self._resumed else None)
+
+    def observe(self, micro_batches: int | None = None) -> Reading:
+        """Fetch the norms of the optimizer step that is about to happen: after its last backward, before clipping.
+
+        Without a loss scaler, gradients that are not finite are dropped here, so that the optimizer updates nothing.
+
+        Args:
+            micro_batches: how many made this step; None: as many as there were backward passes.
+
+        Raises:
+            SetupError: no gradient was seen.
+        """
+        if self._closed:
+            raise SetupError("this GNMRSession is closed: make a new one for another training")
+        if self.reading is not None:
+            raise SetupError("observe() a second time without decide(): call decide() after each optimizer step")
+        if not self._begun:
+            self.begin()
+        reading = self.reading = self._gradients.read()
+        if reading is None:
+            raise SetupError(
+                f"no gradient was seen at step {self.steps_done + 1}: the loss does not come from the outputs of the "
+                "model that was given (a custom compute_loss that calls an inner module?), the model was not in training "
+                "mode, accelerate does not call this the last micro-batch (GradientState), or a second GNMRCallback is at "
+                "work. Compute the loss from model(**inputs) after model.train(), so "
+                "that the unclipped gradient can be read"
+            )
+        self._micro_batches = reading.backwards if micro_batches is None else micro_batches
+        if not self._scaled and not math.isfinite(reading.total_norm):
+            # A scaler would skip this update. Without one the optimizer would write NaN into every parameter it
+            # touches (clipping spreads one bad layer over all), and no later step could be finite again.
+            self._gradients.drop_gradients()
+            self._withheld = True
+        return reading
+
+    def decide(self, *, skipped: bool = False) -> Decision | None:
+        """Choose the units for the next step and put them in force: after the optimizer's step.
+
+        Args:
+            skipped: the update was skipped; with a `scaler`, overflows are noticed without it.
+
+        Returns:
+            The decision; None where this was no step for the controller (skipped, or a window of another length).
+        """
+        if self._closed:
+            raise SetupError("this GNMRSession is closed: make a new one for another training")
+        if self.reading is None:
+            raise SetupError("decide() without observe(): call observe() after the backward, before clipping")
+        start = time.perf_counter()
+        reading, active = self.reading, self.controller.active
+        self.reading = None  # read once, whatever fails from here on
+        reason = None
+        # Fused optimizers skip by themselves under a scaler (the Trainer's default one does), and accelerate then calls the
+        # step a done one: what the scaler goes by is in the reading.
+        if skipped or (self._scaled and not math.isfinite(reading.total_norm)):
+            reason = "loss scaler skipped the update"
+        elif self._micro_batches != self.accumulation:
+            reason = f"window of {self._micro_batches} micro-batches instead of {self.accumulation}"
+        decision = None
+        measured = self.backend.step_figures()
+        if reason is None:
+            decision = self.decision = self.controller.step(reading.norms, reading.seen, reading.signal)
+            self._switch()
+        end = time.perf_counter()
+        self.steps_done += 1
+        if self.main_process:
+            # With a loss scaler, overflows are its daily business and it skips the update.
+            if not self._scaled:
+                say_not_finite(self.steps_done, self.units, reading, self._withheld)
+            self._windows.saw(self._micro_batches)
+            if decision is not None and not self._looked:
+                self._looked = True
+                say_out_of_reach(self.units, self.backend.idle(), reading, self.options.trigger)
+        self._shown = {} if decision is None else step_scalars(decision, active, int(self.backend.recoverable.sum()))
+        if self._journal is not None:
+            self._journal.step(
+                step=self.steps_done,
+                reading=reading,
+                decision=decision,
+                active=active,
+                micro_batches=self._micro_batches,
+                skipped=reason,
+                withheld=self._withheld,
+                step_ms=1e3 * (end - reading.began),
+                controller_ms=1e3 * (reading.seconds + end - start),
+                recovery_bytes=self.backend.recovery_bytes(active),
+                more=measured,
+            )
+        self._withheld = False
+        return decision
+
+    def close(self) -> dict[str, Any] | None:
+        """End: the model as it was, the summary written beside the trace and returned; may be called twice."""
+        journal, unread = self._journal, self._gradients.unread
+        if unread and not self.steps_done and not self._closed:
+            warnings.warn(
+                f"GNMRSession: {unread} backward passes and not one observe(): nothing was monitored or switched",
+                stacklevel=2,
+            )
+        self.detach()
+        if journal is not None:
+            self.summary = write_summary(journal.path, self.steps_done)
+        return self.summary
+
+    def detach(self) -> None:
+        """Take hooks and paths off the model and close the trace, without a summary; may be called twice."""
+        self._closed = True
+        self._gradients.remove()
+        self.backend.remove()
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
+    def discard(self) -> None:
+        """Forget the backward passes since the last step, for a loop that throws a batch away (and its gradients)."""
+        self._gradients.discard()
+        self.reading, self._withheld = None, False
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Tell a micro-batch's loss, as it enters the backward; the trace has it where the model's own loss output takes
+        no part (a loss computed outside the model)."""
+        self._gradients.step_losses.append(loss.detach())
+
+    def scalars(self) -> dict[str, float]:
+        """The latest step's figures, for a logger.
+
+        Empty before the first step and after one that was no step for the controller. `gnmr/active` counts the units that
+        were on the recovery path during the step; the maxima are over finite scores.
+        """
+        return dict(self._shown)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs; `accelerator.register_for_checkpointing(session)` takes it.
+
+        Plain JSON values but for `signal`: the tensors of a trigger that goes on from such (gsnr), empty for the others.
+        """
+        return {
+            "controller": self.controller.state_dict(),
+            "setup": self.setup(),
+            "run_id": self.run_id,
+            "steps_done": self.steps_done,
+            **({} if self.signal is None else {"signal": {k: t.clone() for k, t in self.signal.tensors().items()}}),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`: history, locks, active set and trace; in mid-run too, to go back to an earlier step.
+
+        Raises:
+            ConfigError: a state of other settings or units.
+        """
+        self.resume(int(state["steps_done"]), state["controller"], state["run_id"], state["setup"])
+        if self.signal is not None:
+            self.signal.load_tensors(state.get("signal", {}))
+
+    def setup(self) -> dict[str, Any]:
+        """What a history belongs to, beside the controller's own settings: a resumed run must have the same."""
+        options = self.options
+        recovery = options.recovery if options.backend == "int8" else "none"
+        setup = {
+            "layers": [unit.layer for unit in self.units],
+            "gradient_accumulation_steps": self.accumulation,
+            "recovery": "originals" if recovery in ("host", "device") else recovery,
+        }
+        if options.backend in UNITS:
+            setup["units"] = [unit.name for unit in self.units]
+        if options.backend == "activation":
+            setup["formats"] = [options.format, options.bits_low, options.bits_recovery]
+        elif options.backend in UNITS:
+            census = self.backend.census()
+            setup["formats"] = [census["format_low"], census["format_recovery"]]
+        return setup
+
+    def resume(
+        self, step: int, controller: dict[str, Any] | None, run_id: str | None, setup: dict[str, Any] | None = None
+    ) -> None:
+        """Count on from optimizer step `step`, with the controller's state and in the trace of run `run_id`, if any."""
+        if controller is not None:
+            for name, ours in self.setup().items():
+                if setup is not None and setup.get(name) != ours:
+                    raise ConfigError(
+                        f"the checkpoint was written with {name}={setup.get(name)!r}, this run has {ours!r}: resume with "
+                        "the model and settings of the checkpoint, or start anew"
+                    )
+            self.controller.load_state_dict(controller)
+            self._switch()
+        self.discard()
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+        self._begun = False
+        self.run_id = run_id or self.run_id
+        self.steps_done = step
+        self._resumed = True

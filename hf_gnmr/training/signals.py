@@ -1,0 +1,272 @@
+"""What triggers other than GNMR measure: one number a unit and step, taken on the device and fetched with the norms.
+
+`gsnr`: the mean over a unit's parameters of m² / (v − m² + 1e-12), where m and v are bias-corrected running means (decay
+0.9) of the gradient and its square; the gradient is the accumulated, reduced, unscaled, unclipped one.  What is held is
+m and the sum that makes v − m², which a difference of two nearly equal numbers would lose in fp32: 8 bytes a trainable
+parameter, all read and written in every step, and up to 12 bytes a parameter of one chunk (16 million) meanwhile.
+
+`jacobian`: ‖gradient of the unit's input‖ / ‖gradient of its output‖ in the backward, over the step's micro-batches and all
+ranks, by module hooks; it holds nothing from step to step.
+
+A window that is no step for the controller enters neither; nor does a gradient that is not finite.
+
+The gradient signal-to-noise ratio is that of Jiang et al. (arXiv 2309.13681) as the GNMR paper's Appendix E.5 uses it; the
+Jacobian proxy stands for the spectral norm of Takase et al. (arXiv 2312.16903).
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..backends.units import Unit
+from ..config import ConfigError
+from ..control.controller import Floats
+from .checks import is_distributed
+
+DECAY = 0.9
+EPSILON = 1e-12
+CHUNK = 2**24
+"""Numbers that are worked on at a time."""
+
+
+class Signal(ABC):
+    """Measures units during the backward. Arrays have shape (num_units,)."""
+
+    name: ClassVar[str]
+    seconds: float = 0.0
+    """Time spent in hooks since the last `values` (host time; on an accelerator the kernels' is not in it)."""
+
+    @abstractmethod
+    def __init__(self, units: Sequence[Unit]) -> None:
+        """Begin to measure."""
+
+    @abstractmethod
+    def values(self, scale: Tensor, skips: bool = False) -> Tensor:
+        """What `combine` needs, fp32, one dimension, on the device, without a sync: at the end of a step's last backward.
+
+        Args:
+            scale: the loss scale in force, shape (1,).
+            skips: whether a loss scaler skips the update where any gradient is not finite.
+        """
+
+    @abstractmethod
+    def combine(self, values: Floats) -> Floats:
+        """The signal per unit, float64, from `values` on the host; nan where a unit gave none."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that it holds on the device from step to step."""
+        return 0
+
+    def discard(self) -> None:
+        """Forget what the backward passes since the last `values` gave."""
+        return None
+
+    def mark(self) -> None:
+        """A backward begins: what it will give can be cut."""
+        return None
+
+    def cut(self) -> None:
+        """Forget what was measured since `mark`: that backward broke off."""
+        return None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a resumed run needs."""
+        return {}
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Continue from `tensors()`.
+
+        Raises:
+            ConfigError: tensors of other parameters.
+        """
+        return None
+
+    def remove(self) -> None:
+        """Take hooks off the model."""
+        return None
+
+
+class Gsnr(Signal):
+    """Running means and spreads of all parameters' gradients, by foreach operations.
+
+    With weights 0.9^(t-i) of W = Σ 0.9^(t-i) in all: m ← m + (g − m) / W, and S ← 0.9 S + (1 − 1/W) (g − m_before)², so that
+    S / W is the bias-corrected v − m², never below 0.
+    """
+
+    name = "gsnr"
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._parameters = [p for unit in units for p in unit.parameters]
+        self._segments = np.cumsum([0] + [len(unit.parameters) for unit in units])[:-1]
+        self._numel = np.array([p.numel() for p in self._parameters], dtype=np.float64)
+        self._mean = [torch.zeros_like(p, dtype=torch.float32) for p in self._parameters]
+        self._spread = [torch.zeros_like(p, dtype=torch.float32) for p in self._parameters]
+        self._weight = np.zeros(len(self._parameters))
+        """W of each parameter."""
+        self._entered: list[int] = []
+        """Parameters of the latest `values` whose gradient is taken to be finite until `combine` knows."""
+
+    def values(self, scale: Tensor, skips: bool = False) -> Tensor:
+        home = self._parameters[0].device
+        present = [i for i, p in enumerate(self._parameters) if p.grad is not None]
+        sums = torch.full((2, len(self._parameters)), torch.nan, device=home)
+        if not present:
+            return sums.flatten()
+        found: list[Any] = [self._parameters[i].grad for i in present]
+        norms = torch.stack([n.to(home) for n in torch._foreach_norm(found, 2, torch.float32)])
+        finite = torch.isfinite(norms)
+        if skips:  # a loss scaler skips the whole update
+            finite = finite & finite.all()
+        sums[1, torch.tensor(present, device=home)] = finite.float()
+        if home.type == "cpu":
+            present = [i for i, good in zip(present, finite.tolist(), strict=True) if good]
+            masks = None
+        else:  # known on the device only: what is not finite is masked, and its weight mended when the host knows
+            masks = dict(zip(present, finite.unbind(), strict=True))
+        self._weight[present] = DECAY * self._weight[present] + 1.0
+        self._entered = present
+        for part in self._chunks(present):
+            self._enter(part, scale, masks, sums)
+        return sums.flatten()
+
+    def _enter(self, part: list[int], scale: Tensor, masks: dict[int, Tensor] | None, sums: Tensor) -> None:
+        grads: list[Any] = [self._parameters[i].grad for i in part]
+        mean, spread = [self._mean[i] for i in part], [self._spread[i] for i in part]
+        weights = self._weight[part].tolist()
+        grads = [g.float() / scale.to(g.device) for g in grads]
+        torch._foreach_sub_(grads, mean)
+        if masks is not None:
+            grads = [torch.where(masks[i].to(g.device), g, 0.0) for i, g in zip(part, grads, strict=True)]
+        torch._foreach_mul_(spread, DECAY)
+        scaled = torch._foreach_mul(grads, [(1 - 1 / w) ** 0.5 for w in weights])
+        torch._foreach_addcmul_(spread, scaled, scaled)
+        torch._foreach_mul_(grads, [1 / w for w in weights])
+        torch._foreach_add_(mean, grads)
+        del grads
+        square = torch._foreach_mul(mean, mean)
+        torch._foreach_copy_(scaled, spread)
+        torch._foreach_div_(scaled, weights)
+        torch._foreach_add_(scaled, EPSILON)
+        torch._foreach_div_(square, scaled)
+        sums[0, torch.tensor(part, device=sums.device)] = torch.stack([s.sum().to(sums.device) for s in square])
+
+    def _chunks(self, indices: list[int]) -> Iterator[list[int]]:
+        part: list[int] = []
+        numbers = 0.0
+        for i in indices:
+            if part and numbers + self._numel[i] > CHUNK:
+                yield part
+                part, numbers = [], 0.0
+            part.append(i)
+            numbers += self._numel[i]
+        if part:
+            yield part
+
+    def combine(self, values: Floats) -> Floats:
+        sums, finite = values.reshape(2, -1)
+        for i in self._entered:
+            if finite[i] == 0.0:
+                self._weight[i] = (self._weight[i] - 1.0) / DECAY
+                self._spread[i].div_(DECAY)
+        self._entered = []
+        there = ~np.isnan(sums) & (finite == 1.0)
+        total = np.add.reduceat(np.where(there, sums, 0.0), self._segments)
+        count = np.add.reduceat(np.where(there, self._numel, 0.0), self._segments)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return total / count
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(8 * m.numel() for m in self._mean)
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = {"weight": torch.from_numpy(self._weight.copy())}
+        for i, (m, s) in enumerate(zip(self._mean, self._spread, strict=True)):
+            found |= {f"mean.{i}": m, f"spread.{i}": s}
+        return found
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        ours = self.tensors()
+        if {k: t.shape for k, t in ours.items()} != {k: t.shape for k, t in tensors.items()}:
+            raise ConfigError("the state of trigger gsnr in the checkpoint is that of other parameters: start anew")
+        self._weight = tensors["weight"].cpu().double().numpy().copy()
+        for name, tensor in ours.items():
+            if name != "weight":
+                tensor.copy_(tensors[name])
+
+
+class Jacobian(Signal):
+    """Gain of each unit in the backward, by full backward hooks on its module."""
+
+    name = "jacobian"
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._norms: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in units]
+        self._handles = [unit.module.register_full_backward_hook(self._hook(self._norms[i])) for i, unit in enumerate(units)]
+        self._home = units[0].parameters[0].device
+        self.mark()
+
+    def _hook(self, norms: tuple[list[Tensor], list[Tensor]]) -> Any:
+        def record(module: nn.Module, grads_in: Any, grads_out: Any) -> None:
+            if not module.training:
+                return
+            start = time.perf_counter()
+            for grads, kept in zip((grads_in, grads_out), norms, strict=True):
+                grad = next((g for g in (grads if isinstance(grads, tuple) else (grads,)) if g is not None), None)
+                if grad is not None:
+                    kept.append(torch._foreach_norm([grad], 2, torch.float32)[0])
+            self.seconds += time.perf_counter() - start
+
+        return record
+
+    def values(self, scale: Tensor, skips: bool = False) -> Tensor:
+        self.seconds = 0.0
+        zero = torch.zeros((), device=self._home)
+        squares = torch.stack(
+            [
+                torch.stack([n.to(self._home) for n in kept]).square().sum() if kept else zero
+                for sides in self._norms
+                for kept in sides
+            ]
+        )
+        self.discard()
+        if is_distributed():  # every rank must choose the same units
+            torch.distributed.all_reduce(squares)
+        return squares
+
+    def combine(self, values: Floats) -> Floats:
+        squares = values.reshape(-1, 2)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            gain = np.sqrt(squares[:, 0] / squares[:, 1])
+        gain[np.isnan(gain) & ~np.isfinite(squares).all(axis=1)] = np.inf  # inf / inf: as bad as inf
+        gain[(squares == 0).any(axis=1)] = np.nan
+        return gain
+
+    def discard(self) -> None:
+        for sides in self._norms:
+            for kept in sides:
+                kept.clear()
+        self.mark()
+
+    def mark(self) -> None:
+        self._marks = [(len(kept_in), len(kept_out)) for kept_in, kept_out in self._norms]
+
+    def cut(self) -> None:
+        for sides, marks in zip(self._norms, self._marks, strict=True):
+            for kept, length in zip(sides, marks, strict=True):
+                del kept[length:]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+SIGNALS: dict[str, type[Signal]] = {"gsnr": Gsnr, "jacobian": Jacobian}

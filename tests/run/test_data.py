@@ -1,0 +1,110 @@
+"""Rows to tokens: loss on the answer only, nothing dropped, everything cut is counted, wrong columns named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from conftest import byte_tokenizer
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_gnmr.run.data import IGNORED, check_source, encode, load_rows
+from hf_gnmr.run.recipe import DataSection, RecipeError
+
+TOKENIZER = byte_tokenizer()
+TEMPLATES = {"prompt": "Q: {question}\nA:", "answer": " {answer}"}
+
+
+def text_of(ids):
+    return TOKENIZER.decode([i for i in ids if i > 2])
+
+
+def test_labels_are_on_the_answer_and_the_end_token_only():
+    data, counts = encode([{"prompt": "Q: 1+1\nA:", "answer": " 2"}], TOKENIZER, 64)
+    row = data[0]
+    learned = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label != IGNORED]
+    assert text_of(row["input_ids"]) == "Q: 1+1\nA: 2"
+    assert text_of(learned) == " 2" and learned[-1] == TOKENIZER.eos_token_id
+    assert counts.rows == 1 and counts.tokens == 12 and counts.answer_tokens == 3
+    assert counts.answers_cut == counts.prompts_cut == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.text(min_size=1, max_size=60), st.text(min_size=1, max_size=60)), min_size=1, max_size=5),
+    st.integers(8, 40),
+)
+def test_no_row_is_lost_too_long_or_without_an_answer(texts, max_length):
+    rows = [{"prompt": prompt, "answer": answer} for prompt, answer in texts]
+    data, counts = encode(rows, TOKENIZER, max_length)
+    assert len(data) == counts.rows == len(rows)
+    cut = 0
+    for row, encoded in zip(rows, data, strict=True):
+        assert 0 < len(encoded["input_ids"]) <= max_length
+        assert any(label != IGNORED for label in encoded["labels"])
+        whole = len((row["prompt"] + row["answer"]).encode()) + 1
+        cut += len(encoded["input_ids"]) < whole
+    assert cut == 0 or counts.answers_cut + counts.prompts_cut >= cut
+
+
+def test_cutting_takes_the_answer_first_and_then_the_beginning_of_the_prompt():
+    long_answer = {"prompt": "p" * 10, "answer": "a" * 100}
+    long_prompt = {"prompt": "p" * 50 + "end", "answer": "a" * 100}
+    data, counts = encode([long_answer, long_prompt], TOKENIZER, 40)
+    assert text_of(data[0]["input_ids"]) == "p" * 10 + "a" * 30
+    assert text_of(data[1]["input_ids"]).endswith("end" + "a" * 10) and len(data[1]["input_ids"]) == 40
+    assert (counts.answers_cut, counts.prompts_cut) == (2, 1)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_local_files_of_each_kind(tmp_path, suffix):
+    rows = [{"question": f"q{i}", "answer": f"a{i}"} for i in range(10)]
+    file = tmp_path / f"rows{suffix}"
+    if suffix == ".parquet":
+        Dataset.from_list(rows).to_parquet(file)
+    elif suffix == ".json":
+        file.write_text(json.dumps(rows))
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train, held_out = load_rows(DataSection(str(file), eval_rows=3, rows=5, **TEMPLATES), seed=0)
+    assert [row["prompt"] for row in train] == [f"Q: q{i}\nA:" for i in range(5)]
+    assert [row["answer"] for row in held_out] == [" a7", " a8", " a9"]
+
+
+def test_columns_by_name_are_joined_by_a_space(rows_file):
+    train, _ = load_rows(DataSection(rows_file), seed=0)
+    assert train[0]["prompt"] == "What is 0 plus 3?" and train[0]["answer"].startswith(" It is 3.")
+
+
+def test_wrong_columns_empty_values_and_missing_files_are_named(tmp_path, rows_file):
+    with pytest.raises(RecipeError, match=r"data.prompt='ask': no column 'ask'; the columns are question, answer"):
+        load_rows(DataSection(rows_file, prompt="ask"), seed=0)
+    with pytest.raises(RecipeError, match="no column 'reply'"):
+        load_rows(DataSection(rows_file, answer=" {reply}"), seed=0)
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"question": "q", "answer": "a"}\n{"question": "q", "answer": null}\n')
+    with pytest.raises(RecipeError, match=r"row 1: column 'answer' is empty"):
+        load_rows(DataSection(str(file)), seed=0)
+    with pytest.raises(RecipeError, match="no such file"):
+        check_source(DataSection(str(tmp_path / "gone.jsonl")))
+    file.write_text('{"question": "q", \n')
+    with pytest.raises(RecipeError, match=r"rows.jsonl', split 'train': cannot be loaded"):
+        load_rows(DataSection(str(file)), seed=0)
+    file.write_text('{"question": ["a", "b"], "answer": "a"}\n')
+    with pytest.raises(RecipeError, match=r"row 0: column 'question' holds a list"):
+        load_rows(DataSection(str(file)), seed=0)
+    file.write_text("")
+    with pytest.raises(RecipeError, match=r"cannot be loaded: .+"):
+        load_rows(DataSection(str(file)), seed=0)
+    for key in ("subset", "split", "eval_split"):
+        with pytest.raises(RecipeError, match="its own train and test rows"):
+            check_source(DataSection("builtin", eval_rows=1, **{key: "other"}))
+    (tmp_path / "rows.csv").write_text("question,answer\n")
+    with pytest.raises(RecipeError, match=r"files that end in .json, .jsonl, .parquet are read"):
+        check_source(DataSection(str(tmp_path / "rows.csv")))
+    with pytest.raises(RecipeError, match=r"data.eval_rows=99: .* has only 40 rows"):
+        load_rows(DataSection(rows_file, eval_rows=99), seed=0)
+    with pytest.raises(RecipeError, match=r"data.generate_rows=5: at most data.eval_rows=2"):
+        check_source(DataSection(rows_file, eval_rows=2, generate_rows=5))

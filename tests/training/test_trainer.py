@@ -1,0 +1,318 @@
+"""Trainer settings and Trainers of others, each with the callback added and nothing else changed."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState, DistributedType, PartialState
+from conftest import byte_tokenizer, load_bf16, load_int8, token_rows, trace_lines, with_lora
+from peft import LoraConfig
+from safetensors.torch import load_file
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
+
+from hf_gnmr import GNMRCallback, GNMRSession, GNMRTrainerMixin, SetupError
+from hf_gnmr.backends.bnb.switchable import SwitchableLinear8bitLt
+
+MOVING = {"max_o": 1, "alpha": 0.9, "alpha_init_fraction": 0.0}
+
+
+def figures(run):
+    return [(line["norms"], line["gnmr"], line["active"], line["loss"]) for line in trace_lines(run)[1]]
+
+
+def is_plain(model):
+    return not any(isinstance(m, SwitchableLinear8bitLt) for m in model.modules()) and not model._forward_hooks
+
+
+@pytest.fixture
+def straight(trainer_for, tiny, tmp_path):
+    """Six plain steps, to compare with."""
+    trainer_for(with_lora(load_int8(tiny)), GNMRCallback(**MOVING), output_dir=str(tmp_path / "straight")).train()
+    return figures(tmp_path / "straight")
+
+
+def test_the_best_model_is_loaded_at_the_end(trainer_for, tiny, tmp_path, straight):
+    model = with_lora(load_int8(tiny))
+    trainer = trainer_for(
+        model,
+        GNMRCallback(**MOVING),
+        eval_dataset=token_rows(8, seed=9),
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        load_best_model_at_end=True,
+        learning_rate=1e-3,
+        metric_for_best_model="eval_loss",
+        greater_is_better=True,  # the first evaluation is the worst: best by this
+    )
+    trainer.train()
+    assert figures(tmp_path / "run") == straight
+    best = load_file(f"{trainer.state.best_model_checkpoint}/adapter_model.safetensors")
+    names = {n.replace(".default", ""): p for n, p in model.named_parameters() if "lora_" in n}
+    assert not trainer.state.best_model_checkpoint.endswith("checkpoint-6")
+    assert all(torch.equal(names[name], tensor) for name, tensor in best.items()) and is_plain(model)
+
+
+def test_early_stopping(trainer_for, tiny, tmp_path, straight):
+    model, callback = with_lora(load_int8(tiny)), GNMRCallback(**MOVING)
+    trainer = trainer_for(
+        model,
+        callback,
+        EarlyStoppingCallback(early_stopping_patience=1),
+        eval_dataset=token_rows(8, seed=9),
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        greater_is_better=True,
+    )
+    trainer.train()
+    done = trainer.state.global_step
+    assert done < 6 and callback.summary["steps"] == done and is_plain(model)
+    assert figures(tmp_path / "run") == straight[:done]
+
+
+def test_a_batch_size_that_is_found_by_running_out_of_memory(trainer_for, tiny, tmp_path):
+    """`auto_find_batch_size` calls the whole inner loop again after each failure, with the same callback."""
+
+    class Small(Trainer):
+        def training_step(self, model, inputs, *args, **kwargs):
+            if len(inputs["input_ids"]) > 4 and self.state.global_step == 2:
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    model, callback = with_lora(load_int8(tiny)), GNMRCallback(**MOVING)
+    trainer = trainer_for(model, callback, trainer_class=Small, auto_find_batch_size=True, per_device_train_batch_size=8)
+    trainer.train()
+    assert trainer._train_batch_size <= 4
+    lines = trace_lines(tmp_path / "run")[1]
+    assert [line["step"] for line in lines] == list(range(1, 7)) and callback.summary["steps"] == 6
+    assert (tmp_path / "run" / "trace.1.jsonl").exists(), "the attempt that failed is kept"
+    assert is_plain(model)
+
+
+def test_model_init_gives_each_run_a_new_model(trainer_for, tiny, tmp_path):
+    made = []
+
+    def new():
+        made.append(with_lora(load_int8(tiny)))
+        return made[-1]
+
+    callback = GNMRCallback(**MOVING)
+    trainer = trainer_for(None, callback, model_init=new)
+    found = []
+    for _ in range(2):
+        trainer.train()
+        found.append(figures(tmp_path / "run"))
+        assert callback.units[0].module is made[-1].get_base_model().model.layers[0]
+    assert len(made) == 3 and found[0] == found[1] and all(map(is_plain, made))
+
+
+def test_compiled_training_sees_the_same_and_recompiles_for_no_choice(trainer_for, tiny, tmp_path, straight):
+    graphs = {"none": [], "gnmr": []}
+
+    class Count(TrainerCallback):
+        def __init__(self, counts):
+            self.counts = counts
+
+        def on_step_end(self, *args, **kwargs):
+            self.counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    for trigger, counts in graphs.items():
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = with_lora(load_int8(tiny))
+        callback = GNMRCallback(**MOVING, trigger=trigger)
+        trainer_for(model, callback, Count(counts), torch_compile=True, torch_compile_backend="aot_eager").train()
+        assert is_plain(model)
+    torch._dynamo.reset()
+    found = figures(tmp_path / "run")
+    np.testing.assert_allclose([f[0] for f in found], [f[0] for f in straight], rtol=2e-2)
+    assert [f[2] for f in found] == [f[2] for f in straight]
+    assert len({tuple(f[2]) for f in found}) == 4, "every layer was lifted once"
+    assert graphs["gnmr"] == graphs["none"] and graphs["gnmr"][0] > 0, "as many graphs as without any switching"
+    assert graphs["gnmr"][-1] == graphs["gnmr"][2], "and none after the first steps"
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_torch_fused"])
+def test_a_real_loss_scaler(trainer_for, tiny, tmp_path, straight, optimizer):
+    """torch's own GradScaler under the Trainer (FP16 on a CPU has none of itself): an overflow skips the update and is no
+    step; the scale that moves is in no norm. A fused optimizer skips by itself, and accelerate does not notice."""
+
+    class Scaled(Trainer):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=65536.0, growth_interval=2)
+
+    scales = []
+
+    class Overflow(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            self.hook = None
+            if state.global_step == 2:
+                p = next(p for n, p in model.named_parameters() if "lora_B" in n)
+                self.hook = p.register_hook(lambda g: g * math.inf)
+
+        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+            scales.append(optimizer.scaler.get_scale())
+            if self.hook is not None:
+                self.hook.remove()
+
+    callback = GNMRCallback(**MOVING)
+    trainer = trainer_for(
+        with_lora(load_int8(tiny)), callback, Overflow(), trainer_class=Scaled, optim=optimizer, max_grad_norm=0
+    )
+    trainer.train()
+    assert len(set(scales)) > 1, scales
+    lines = trace_lines(tmp_path / "run")[1]
+    assert [line["skipped"] for line in lines] == [None, None, "loss scaler skipped the update", None, None, None]
+    assert lines[2]["norms"][0] == "inf" and lines[2]["gnmr"] is None and lines[2]["update_withheld"] is False
+    for line, expected in zip(lines[:2], straight[:2], strict=True):
+        np.testing.assert_allclose(line["norms"], expected[0], rtol=1e-5)
+        assert line["loss"] == pytest.approx(expected[3], rel=1e-5)
+    ratios = np.array([line["gnmr"] for line in lines if line["gnmr"]])
+    assert ratios.min() > 0.5 and ratios.max() < 2.0, "a moving scale would show as 0.5 or 2"
+    assert callback.controller.steps_done == 5
+
+
+def test_fp16_without_a_scaler_is_said(trainer_for, tiny, capsys):
+    trainer_for(with_lora(load_int8(tiny)), GNMRCallback(), fp16=True, max_steps=1).train()
+    assert "mixed precision is fp16, but there is no loss scaler" in capsys.readouterr().out
+    trainer_for(with_lora(load_int8(tiny)), GNMRCallback(), bf16=True, max_steps=1).train()
+    assert "loss scaler" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_torch", "adafactor", "sgd", "rmsprop", "lion_32bit"])
+def test_first_step_norms_do_not_depend_on_the_optimizer(trainer_for, tiny, tmp_path, straight, optimizer):
+    trainer_for(with_lora(load_int8(tiny)), GNMRCallback(**MOVING), optim=optimizer).train()
+    assert figures(tmp_path / "run")[0] == straight[0]
+
+
+def test_saved_activations_moved_to_the_host_and_noise_on_embeddings(trainer_for, tiny, tmp_path, straight):
+    """A user's own saved-tensor hooks see and give back what they always did, lifted layers and low ones alike."""
+    seen = []
+
+    class Offloaded(Trainer):
+        def training_step(self, *args, **kwargs):
+            def pack(tensor):
+                seen.append(tensor.dtype)
+                return tensor.clone()
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                return super().training_step(*args, **kwargs)
+
+    trainer_for(with_lora(load_int8(tiny)), GNMRCallback(**MOVING), trainer_class=Offloaded).train()
+    assert figures(tmp_path / "run") == straight and seen
+    trainer_for(with_lora(load_int8(tiny)), GNMRCallback(**MOVING), neftune_noise_alpha=5.0).train()
+    assert all(math.isfinite(line["loss"]) for line in trace_lines(tmp_path / "run")[1])
+
+
+# -- a world size that did not come about ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("WORLD_SIZE", "2"), ("OMPI_COMM_WORLD_SIZE", "4"), ("MASTER_ADDR", "127.0.0.1")]
+)
+def test_one_process_where_several_were_asked_for_is_said(trainer_for, tiny, capsys, monkeypatch, name, value):
+    trainer = trainer_for(with_lora(load_int8(tiny)), GNMRCallback(), max_steps=1)
+    monkeypatch.setenv(name, value)
+    trainer.train()
+    out = capsys.readouterr().out
+    assert "WORLD SIZE 1" in out and name in out and "torchrun --nproc_per_node" in out
+
+
+def test_one_process_that_was_asked_for_is_not_talked_about(trainer_for, tiny, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    trainer_for(with_lora(load_int8(tiny)), GNMRCallback(), max_steps=1).train()
+    assert "WORLD SIZE" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP", "MEGATRON_LM"])
+def test_engines_that_keep_the_gradients_are_refused(trainer_for, tiny, monkeypatch, kind):
+    """Both under the Trainer and in a loop of one's own."""
+    model = with_lora(load_int8(tiny))
+    trainer = trainer_for(model, GNMRCallback())
+    distributed = AcceleratorState().distributed_type
+    with monkeypatch.context() as patch:
+        for attempt in (
+            lambda: GNMRSession(model, alpha_init_fraction=0.0),
+            lambda: GNMRCallback().on_train_begin(trainer.args, TrainerState(max_steps=6), None, model=model),
+        ):
+            patch.setitem(PartialState._shared_state, "distributed_type", getattr(DistributedType, kind))
+            with pytest.raises(SetupError, match="unclipped norm cannot be read"):
+                attempt()
+    assert AcceleratorState().distributed_type == distributed and is_plain(model)
+
+
+def test_data_parallel_over_a_16_bit_model_is_refused(tiny, monkeypatch):
+    arguments = TrainingArguments("/nowhere", use_cpu=True, report_to=[])
+    monkeypatch.setattr(type(arguments), "n_gpu", property(lambda self: 2))
+    with pytest.raises(SetupError, match="one process per GPU"):
+        GNMRCallback(backend="none").rehearse(arguments, with_lora(load_bf16(tiny)), 6)
+
+
+# -- TRL -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["peft_config", "peft model", "packing"])
+def test_supervised_fine_tuning_by_trl(kind, tiny_lm, tmp_path):
+    datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
+
+    class WithLogs(GNMRTrainerMixin, trl.SFTTrainer):
+        pass
+
+    rows = datasets.Dataset.from_list(
+        [
+            {"text": f"What is {a} plus {a + 3}? It is {2 * a + 3}."}
+            if kind == "packing"
+            else {"prompt": f"What is {a} plus {a + 3}?", "completion": f" It is {2 * a + 3}."}
+            for a in range(40)
+        ]
+    )
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    found = {}
+    for trainer_class in (trl.SFTTrainer, WithLogs):
+        model = load_int8(tiny_lm)
+        arguments = trl.SFTConfig(
+            output_dir=str(tmp_path / "run"),
+            use_cpu=True,
+            report_to=[],
+            max_steps=6,
+            save_strategy="no",
+            seed=0,
+            per_device_train_batch_size=4,
+            learning_rate=1e-3,
+            disable_tqdm=True,
+            logging_steps=1,
+            bf16=False,
+            packing=kind == "packing",
+            max_length=64,
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = trainer_class(
+                with_lora(model, task_type="CAUSAL_LM") if kind == "peft model" else model,
+                arguments,
+                train_dataset=rows,
+                processing_class=byte_tokenizer(),
+                peft_config=None if kind == "peft model" else lora,
+                callbacks=[GNMRCallback(**MOVING)],
+            )
+            trainer.train()
+        lines = trace_lines(tmp_path / "run")[1]
+        assert len({tuple(line["active"]) for line in lines}) >= 2 and np.isfinite([line["norms"] for line in lines]).all()
+        found[trainer_class] = [(line["norms"], line["active"]) for line in lines]
+        logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+        if trainer_class is WithLogs:
+            np.testing.assert_allclose([line["loss"] for line in lines], [e["loss"] for e in logged], rtol=1e-4)
+            assert all("gnmr/max" in entry for entry in logged)
+        assert is_plain(trainer.model)
+    assert found[WithLogs] == found[trl.SFTTrainer]
