@@ -5,9 +5,9 @@
     backend.apply(decision.active)         # the units that run the recovery path in the NEXT step
 
 `monitor.RiskMonitor` (the paper's Algorithm 1) scores each unit against its own history.  `Trigger` holds the monitor, the
-threshold schedules and the state; a subclass chooses.  `gnmr.Controller` is the paper's choice (Algorithm 2); the others are in
-`ranked`, `static` and `baselines`.  numpy in float64 throughout, vectorised over units; memory is O(units · δ), a step costs
-O(units · δ).  Nothing in this package knows about models, formats, files or torch.
+threshold schedules and the state; a subclass chooses.  `gnmr.Controller` is the paper's choice (Algorithm 2); `ranked`,
+`static` and `baselines` have the others.  numpy in float64 throughout, vectorised over units; memory is O(units · δ), a step
+costs O(units · δ).  Nothing in this package knows about models, formats, files or torch.
 """
 
 from __future__ import annotations
