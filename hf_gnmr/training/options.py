@@ -17,7 +17,7 @@ from ..config import ConfigError, GNMRConfig, nearest, parse_bytes
 from ..control.controller import Trigger, TriggerOptions
 from ..control.triggers import TRIGGERS, check_trigger, make_trigger
 from ..trace.lifted import resolve_trigger_options
-from .checks import refuse_partitioned_gradients
+from .engines import refuse_unreadable_engine
 
 DEFAULT_BACKEND, DEFAULT_TRIGGER = "int8", "gnmr"
 
@@ -151,7 +151,7 @@ def take_over(model: nn.Module, config: GNMRConfig, options: Options) -> tuple[l
     Returns:
         Units, backend, and the configuration with the max_o that `max_recovery_memory` comes to.
     """
-    refuse_partitioned_gradients(model)
+    refuse_unreadable_engine(model)
     restore_plain(model)  # after a training that was broken off: also where this backend switches nothing
     units = FINDERS[options.unit_kind](model, options.layers)
     backend = BACKENDS[options.backend](model, units, options.of_backend)

@@ -34,7 +34,8 @@ from ..config import ConfigError, GNMRConfig, SetupError
 from ..control.controller import Decision, Trigger
 from ..trace.metrics import step_scalars
 from .census import census_lines, take_census, trace_header
-from .checks import is_distributed, one_process_of_several, refuse_unreduced_gradients, scaler_missing
+from .checks import one_process_of_several, refuse_unreduced_gradients, scaler_missing
+from .distributed import is_distributed
 from .gradients import GradientNorms, Reading
 from .journal import TRACE_FILE, Journal, OddWindows, say, say_not_finite, say_out_of_reach, write_summary
 from .options import Options, make_config, split_settings, take_over, trigger_over

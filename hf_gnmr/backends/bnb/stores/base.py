@@ -26,8 +26,11 @@ Module: TypeAlias = bnb.nn.Linear8bitLt
 class StoreOptions(Protocol):
     """The backend options that a store may read."""
 
-    recovery: str
-    pin_memory: bool
+    @property
+    def recovery(self) -> str: ...
+
+    @property
+    def pin_memory(self) -> bool: ...
 
 
 @dataclass(frozen=True)
