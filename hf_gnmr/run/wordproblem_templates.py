@@ -1,8 +1,7 @@
 """The words and templates of the generated word problems; `wordproblems` fills them in.
 
-A template is a question and one to three worked sentences, as tuples of text.  In both, ``{name}``, ``{other}``, ``{thing}``,
-``{place}``, ``{holder}`` and ``{holders}`` take words; ``{a}`` to ``{d}`` in the question take whole numbers, and ``[x=a+b]``
-in a worked sentence is a step to be computed.  Any change here changes the generated text: raise
+``{name}``, ``{other}``, ``{thing}``, ``{place}``, ``{holder}`` and ``{holders}`` take words, ``{a}`` to ``{d}`` whole
+numbers; ``[x=a+b]`` is a step to compute.  Every change here changes the generated text: raise
 `wordproblems.RECIPE_VERSION` with it.
 """
 

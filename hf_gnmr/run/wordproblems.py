@@ -1,9 +1,9 @@
 """Seeded generator of small, school-style word problems, so that examples and tests need no download.
 
-Idea.  A problem is a *template*: a question with slots, and one to three worked sentences.  A slot such
-as ``{name}`` takes a word; ``{a}``, ``{b}``, ``{c}``, ``{d}`` take whole numbers; and ``[x=a+b]`` in a
-worked sentence is computed, written out as ``12 + 7 = 19`` and kept under the name ``x`` for the sentences
-that follow.  The last result is the answer, so an answer always looks like this::
+A problem fills in a *template* (`wordproblem_templates`): a question with slots, and one to three worked
+sentences.  A slot such as ``{name}`` takes a word; ``{a}``, ``{b}``, ``{c}``, ``{d}`` take whole numbers; and
+``[x=a+b]`` in a worked sentence is computed, written out as ``12 + 7 = 19`` and kept under the name ``x`` for
+the sentences that follow.  The last result is the answer, so an answer always looks like this::
 
     Mia has 12 + 7 = 19 apples.
     Then 19 - 4 = 15 apples remain.
@@ -13,12 +13,12 @@ Numbers are drawn until every result is a whole number within the range a very s
 learn by heart (``MAX_RESULT``).
 
 Splits.  ``pretrain`` holds one-step problems, bare sums and a few short two-step ones; ``train`` and ``test``
-hold two- and three-step problems told in other words.  So a model that has seen only ``pretrain`` knows the
-vocabulary, the layout and the arithmetic, and has to learn which steps a story of the new kind asks for.
+hold two- and three-step problems in different wording.  A model that has seen only ``pretrain`` therefore knows
+the vocabulary, the layout and the arithmetic, and has to learn which steps a new kind of story needs.
 
-No question is ever in two splits, whatever ``n`` and ``seed``: ``split_of`` tells a question's one split from
-the numbers it states.  Fewer than three numbers belong to ``pretrain``; three or more are hashed (CRC-32) in
-the order of the text, and the hash chooses the split.  Equal questions state equal numbers, so they have one
+No question is ever in two splits, whatever ``n`` and ``seed``: ``split_of`` derives a question's split from
+the numbers in it.  Fewer than three numbers belong to ``pretrain``; three or more are hashed (CRC-32) in
+the order of the text, and the hash chooses the split.  Equal questions contain equal numbers, so they have the same
 split; and no list of three or more numbers in ``test`` occurs in another split, whatever the words around it.
 """
 
@@ -33,7 +33,7 @@ from itertools import islice
 from .wordproblem_templates import HOLDERS, MIX, NAMES, PLACES, PLURALS, THINGS, Template
 
 RECIPE_VERSION = 1
-"""Raised with every change to the text made here; caches of models trained on it depend on it."""
+"""Raise it with every change to the generated text: the names of cached models depend on it."""
 
 SPLITS = ("pretrain", "train", "test")
 MAX_TERM = 20
@@ -91,7 +91,7 @@ def _render(template: Template, rng: random.Random) -> dict[str, str]:
 
 
 def split_of(question: str) -> str:
-    """The one split in which a question may occur: ``"pretrain"``, ``"train"`` or ``"test"``."""
+    """The only split in which a question can occur: ``"pretrain"``, ``"train"`` or ``"test"``."""
     numbers = _NUMBER.findall(question)
     if len(numbers) < 3:
         return "pretrain"
@@ -99,7 +99,7 @@ def split_of(question: str) -> str:
 
 
 def _rows(split: str, rng: random.Random) -> Iterator[dict[str, str]]:
-    """Rows of a split without end."""
+    """An endless stream of a split's rows."""
     weights, kinds = zip(*MIX[split], strict=True)
     while True:
         (kind,) = rng.choices(kinds, weights)
@@ -109,23 +109,23 @@ def _rows(split: str, rng: random.Random) -> Iterator[dict[str, str]]:
 
 
 def generate(split: str, n: int, seed: int = 0) -> list[dict[str, str]]:
-    """Make ``n`` rows ``{"question": ..., "answer": ...}`` of a split.
+    """Generate ``n`` rows ``{"question": ..., "answer": ...}`` of a split.
 
-    The same arguments give the same rows on every machine, and fewer rows are the beginning of more rows.
-    Within a call no question of ``train`` or ``test`` repeats; those of ``pretrain`` may (bare sums are few).
+    The same arguments give the same rows on every machine, and a smaller ``n`` gives a prefix of a larger one's rows.
+    Within a call no question of ``train`` or ``test`` repeats; those of ``pretrain`` may (there are few bare sums).
 
     Args:
         split: ``"pretrain"``, ``"train"`` or ``"test"``.
-        n: rows, at least 0.
-        seed: any whole number.  Other seeds give other rows, but never a question of another split.
+        n: number of rows, at least 0.
+        seed: any integer.  Other seeds give other rows, but never a question of another split.
 
     Raises:
-        ValueError: for an unknown split or a negative ``n``.
+        ValueError: an unknown split, or a negative ``n``.
     """
     if split not in SPLITS:
-        raise ValueError(f"split must be one of {', '.join(SPLITS)}, not {split!r}")
+        raise ValueError(f"split={split!r}: expected one of {', '.join(map(repr, SPLITS))}")
     if n < 0:
-        raise ValueError(f"n must not be negative, got {n}")
+        raise ValueError(f"n={n}: expected at least 0")
     rows: list[dict[str, str]] = []
     seen: set[str] = set()
     stream = _rows(split, random.Random(f"{split}/{seed}"))
@@ -138,7 +138,7 @@ def generate(split: str, n: int, seed: int = 0) -> list[dict[str, str]]:
 
 
 def _facts(rng: random.Random) -> Iterator[str]:
-    """Facts such as ``12 + 7 = 19`` without end; every second one, or so, starts from the last result."""
+    """An endless stream of facts such as ``12 + 7 = 19``; about every second one starts from the last result."""
     result: int | None = None
     while True:
         operator = rng.choice("++--*/")
@@ -155,8 +155,8 @@ def _facts(rng: random.Random) -> Iterator[str]:
 def pretrain_text(n: int, seed: int = 0) -> Iterator[str]:
     """Yield ``n`` documents for language-model pre-training.
 
-    About one in three is a list of eight facts, ``12 + 7 = 19. 19 - 4 = 15. ...``; the others are problems of
-    the ``pretrain`` split in the layout ``Question: ...\\nAnswer: ...``.
+    About one in three is a list of eight facts, ``12 + 7 = 19. 19 - 4 = 15. ...``; the others are problems from
+    the ``pretrain`` split, laid out as ``Question: ...\\nAnswer: ...``.
     """
     rng = random.Random(f"text/{seed}")
     rows = _rows("pretrain", rng)

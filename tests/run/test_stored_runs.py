@@ -1,4 +1,4 @@
-"""Runs that version 0.1.0 wrote (tests/stored): killed after step 6, they resume from their checkpoint as they would have then."""
+"""Runs written by version 0.1.0 (tests/stored), killed after step 6, resume from their checkpoint to the stored steps."""
 
 from __future__ import annotations
 
