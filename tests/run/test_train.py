@@ -283,7 +283,7 @@ def test_dropout_does_not_depend_on_how_the_model_was_loaded(recipe_file, tmp_pa
             torch.rand(draws)
             return load_base(*arguments)
 
-        monkeypatch.setattr("hf_gnmr.train.load_base", loading)
+        monkeypatch.setattr("hf_gnmr.run.prepare.load_base", loading)
         out = tmp_path / str(draws)
         assert main([recipe_file, f"training.output_dir={out}", "lora.lora_dropout=0.2", "training.max_steps=3"]) == 0
         runs.append([line["norms"] for line in trace_lines(out)[1]])
