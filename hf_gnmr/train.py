@@ -21,9 +21,8 @@ import torch
 from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .backends.fewbit.fp8 import engine_on
+from .backends import BACKENDS
 from .config import ConfigError, SetupError
-from .control.baselines import promotion_ratio
 from .files import FileError, free_name, write_json, write_text
 from .run.environment import environment, environment_in_words, peak_memory
 from .run.folder import OutputFolder
@@ -31,6 +30,7 @@ from .run.models import load_adapter
 from .run.prepare import TrainingData, find_model, kind_of, prepare_model, prepare_tokenizer
 from .run.recipe import find_recipe, load_recipe
 from .run.sections import Recipe, RecipeError
+from .trace.lifted import LiftedRecord
 from .training.callback import GNMRCallback
 from .training.checks import refuse_training_settings
 from .training.journal import TRACE_FILE, write_summary
@@ -108,13 +108,11 @@ def check(recipe: Recipe) -> Start | None:
     arguments = _training_arguments(recipe.training)
     callback = GNMRCallback(
         recipe.gnmr,
-        trigger=recipe.trigger.name,
-        trigger_options=recipe.trigger.options(),
         layers=recipe.model.layers,
-        **recipe.backend.options(),
+        **recipe.trigger.keywords(),
+        **recipe.backend.keywords(),
     )
-    if recipe.backend.name == "fp8":
-        engine_on(arguments.device, recipe.backend.emulate)
+    BACKENDS[recipe.backend.name].check_device(recipe.backend.options, arguments.device)
     _check_data(recipe, arguments)
     process = PartialState()
     folder = OutputFolder(recipe)
@@ -127,8 +125,9 @@ def check(recipe: Recipe) -> Start | None:
     if finished_at is not None and folder.is_complete():
         say(f"the run in {folder.path} is finished ({finished_at} steps): nothing to do")
         return None
-    if recipe.trigger.trace is not None:
-        promotion_ratio(recipe.trigger.trace)  # an unusable trace is refused here, before the model is loaded
+    trace = getattr(recipe.trigger.options, "trace", None)
+    if trace is not None:
+        LiftedRecord(trace).promotion_ratio()  # an unusable trace is refused here, before the model is loaded
     return Start(recipe, arguments, callback, process, folder, say, finished_at)
 
 

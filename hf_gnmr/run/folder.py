@@ -6,7 +6,6 @@ aside whole.  Checks come first and touch nothing; `claim` moves, just before th
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -18,6 +17,7 @@ from typing import Any
 import yaml
 
 from ..training.journal import SUMMARY_FILE, TRACE_FILE
+from .recipe import normalised
 from .sections import Recipe, RecipeError
 
 FINISHED = ("adapter_model.safetensors", "results.json", SUMMARY_FILE)
@@ -135,8 +135,8 @@ class OutputFolder:
             ("data.name", recipe.data.name),
             ("model.tokenizer", recipe.model.tokenizer),
             ("lora.init_adapter", None if recipe.lora is None else recipe.lora.init_adapter),
-            ("trigger.trace", recipe.trigger.trace),
-            ("backend.recovery_source", recipe.backend.recovery_source),
+            ("trigger.trace", getattr(recipe.trigger.options, "trace", None)),
+            ("backend.recovery_source", getattr(recipe.backend.options, "recovery_source", None)),
         ):
             if value and Path(value).exists() and Path(value).resolve().is_relative_to(folder):
                 raise RecipeError(f"run.overwrite=true would move {key}={value!r} away with the old run in {folder}")
@@ -158,11 +158,11 @@ class OutputFolder:
             raise RecipeError(f"{stored}, which the resumed run was begun with, cannot be read: {error}") from error
         if not isinstance(old, dict):
             raise RecipeError(f"{stored}, which the resumed run was begun with, holds no recipe (cut?)")
-        return old
+        return normalised(old)
 
     def _same_recipe(self) -> None:
         """Refuse to go on with a run under other settings than it was begun with."""
-        new = dataclasses.asdict(self.recipe)
+        new = self.recipe.to_dict()
         for section in SECTIONS_KEPT if self.begun_with else ():
             old, now = self.begun_with.get(section) or {}, new[section] or {}
             for key in {**old, **now}:

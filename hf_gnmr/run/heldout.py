@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
+from ..backends import BACKENDS
 from .sections import Recipe
 
 
@@ -17,7 +18,7 @@ def held_out_figures(trainer: Trainer, recipe: Recipe, held_out: list[dict[str, 
     figures: dict[str, Any] = {
         "eval_loss": trainer.evaluate()["eval_loss"],
         "eval_rows": len(held_out),
-        "evaluated_on": "bitsandbytes INT8" if recipe.backend.name == "int8" else "BF16",
+        "evaluated_on": BACKENDS[recipe.backend.name].base_in_words,
     }
     if recipe.data.generate_rows and trainer.is_world_process_zero():
         rows = held_out[: recipe.data.generate_rows]

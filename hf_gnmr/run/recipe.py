@@ -9,6 +9,7 @@ with the nearest known one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -283,6 +284,18 @@ def _choice(
 
 READERS: dict[str, Callable[[dict[str, Any]], Any]] = {"backend": backend_section, "trigger": trigger_section}
 """Sections whose keys depend on what they name."""
+
+
+def normalised(values: dict[str, Any]) -> dict[str, Any]:
+    """A stored recipe's sections as `Recipe.to_dict` has them; a section that can no longer be read stays as it is.
+
+    Version 0.1.0 listed the options of every backend and trigger.
+    """
+    result = dict(values)
+    for section, read in READERS.items():
+        with contextlib.suppress(RecipeError):
+            result[section] = read(dict(values.get(section) or {})).to_dict()
+    return result
 
 
 def check_training(values: dict[str, Any]) -> dict[str, Any]:
