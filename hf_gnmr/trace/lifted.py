@@ -1,9 +1,0 @@
-"""temporary"""
-
-
-class LiftedRecord: ...
-
-
-def resolve_trigger_options(options, names, recoverable):
-    assert getattr(options, "trace", None) is None
-    return options
