@@ -26,7 +26,8 @@ from ..control.controller import Bools
 from ..files import plain, printable, write_text
 from .file import TraceError
 from .metrics import exceedance
-from .replay import NOTE, Replay, mean_recovery_bytes, recorded_config, replay
+from .replay import Replay, mean_recovery_bytes, recorded_config, replay
+from .replay_table import NOTE
 from .series import Series, read_series
 
 FIRST_PHASES = (0.1, 0.05, 0.025)
