@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_gnmr import ConfigError, GNMRCallback, GNMRConfig, GNMRSession, SetupError, quantize_int8
-from hf_gnmr.backends.bnb.stores import in_place
 from hf_gnmr.backends.base import Backend
 from hf_gnmr.backends.bnb.int8 import Int8Backend
 from hf_gnmr.backends.bnb.pages import file_backed, give_back
+from hf_gnmr.backends.bnb.stores import in_place
 from hf_gnmr.backends.bnb.stores.host import InPlace
 from hf_gnmr.backends.bnb.stores.placement import SlotCache
 from hf_gnmr.backends.bnb.stores.residual import Workspace, decode, encode

@@ -408,7 +408,11 @@ def test_listed_keeps_the_units_of_its_patterns_whatever_the_gradients_say():
     assert lifted_by(trigger, 3) == [[1, 3]] * 3 and trigger.most_active() == 2, "exempt from maxO"
     assert np.flatnonzero(trigger.step([1, 1, 1e9, np.inf]).active).tolist() == [1, 3]
     assert trigger.options_dict()["units"] == ["layers.0.down_proj", "layers.1.down_proj"]
-    assert make(["layers.1.*", "layers.1.q_proj", "layers.0.q_proj"]).options_dict()["units"] == [NAMES[2], NAMES[3], NAMES[0]]
+    assert make(["layers.1.*", "layers.1.q_proj", "layers.0.q_proj"]).options_dict()["units"] == [
+        NAMES[2],
+        NAMES[3],
+        NAMES[0],
+    ]
     assert lifted_by(make(["*.q_proj"], [True, True, False, True]), 1) == [[0]], "not what has no recovery path"
     # 1.5 units in the mean: the first always, the second in every other step, and a fraction is carried over a resume
     half = make(["layers.1.q_proj", "layers.0.q_proj", "*.down_proj"], promotion_ratio=0.375)
@@ -444,7 +448,9 @@ def test_listed_takes_the_most_lifted_units_of_a_trace(tmp_path):
     found = lifted_by(trigger, 1000)
     assert sum(map(len, found)) == pytest.approx(1000 * counts.sum() / 190, abs=1)
     assert all(sorted(order[: len(step)]) == step for step in found)
-    again = make_trigger("listed", 6, GNMRConfig(max_o=2, alpha_init_fraction=0.0), options=trigger.options_dict(), names=names)
+    again = make_trigger(
+        "listed", 6, GNMRConfig(max_o=2, alpha_init_fraction=0.0), options=trigger.options_dict(), names=names
+    )
     assert lifted_by(again, 1000) == found, "what a trace came to is an option of its own"
     config = GNMRConfig(max_o=2, alpha_init_fraction=0.0)
     other = from_trace("listed", 6, config, trace=str(tmp_path), names=names)
@@ -548,7 +554,9 @@ def test_listed_makes_a_trace_that_is_replayed_exactly(trainer_for, tmp_path):
 
 
 def test_a_list_that_fits_no_unit_is_refused_by_name(trainer_for):
-    with pytest.raises(ConfigError, match=r"units='\*.donw_proj' matches no unit: expected a name from .*q_proj to .*down_proj"):
+    with pytest.raises(
+        ConfigError, match=r"units='\*.donw_proj' matches no unit: expected a name from .*q_proj to .*down_proj"
+    ):
         trainer_for(
             random_llama(), GNMRCallback(backend="activation", trigger="listed", trigger_options={"units": ["*.donw_proj"]})
         ).train()
