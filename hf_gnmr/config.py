@@ -113,10 +113,10 @@ def exact(value: float) -> Fraction:
 
 
 def number(name: str, value: Any, expected: str) -> float:
-    """`value` as a float; booleans and text are no numbers.
+    """`value` as a float; booleans and text do not count as numbers.
 
     Raises:
-        ConfigError: naming field, value and type, and what is expected.
+        ConfigError: naming field, value and type, and what was expected.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ConfigError(f"{name}={value!r}: expected {expected}, got a {type(value).__name__}")
@@ -162,7 +162,7 @@ def whole(name: str, value: Any, least: int, what: str = "a whole number") -> in
 
 
 def integer(name: str, value: Any, least: int, what: str = "a whole number") -> int:
-    """A whole number of at least `least`, written as one (4.0 does not count).
+    """An integer of at least `least` (4.0 does not count).
 
     Raises:
         ConfigError: anything else.
@@ -180,7 +180,7 @@ def one_of(name: str, value: Any, choices: Iterable[Any]) -> None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """What to say about an unknown name: the nearest known one, or all of them."""
+    """A hint for an unknown name: the nearest known one, or all of them."""
     names = list(known)
     matches = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"did you mean {matches[0]!r}?" if matches else f"known: {', '.join(names)}"
@@ -202,7 +202,7 @@ def _check_max_o(value: Any) -> int | float:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The docstrings that stand under a dataclass's fields, by field, those of its bases included."""
+    """The docstrings below a dataclass's fields, by field name, including those of its bases."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):

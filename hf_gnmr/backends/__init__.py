@@ -26,8 +26,8 @@ def option_names() -> list[str]:
 def backend_options(backend: str, values: Mapping[str, Any]) -> BackendOptions:
     """The options of the backend called `backend`, from values by name.
 
-    An option of another backend may be given at its default, where it says nothing (recipes and checkpoints of version 0.1.0
-    list the options of all backends).
+    An option of another backend is accepted at its default value, where it has no effect (recipes and checkpoints of
+    version 0.1.0 list the options of all backends).
 
     Raises:
         ConfigError: an unknown backend or option, a wrong value, or a value for another backend's option.

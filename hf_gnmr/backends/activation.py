@@ -1,12 +1,12 @@
-"""Saved activations in few bits: what the backward of attention and MLP projections reads is a quantised, packed copy.
+"""Saved activations in few bits: the backward of attention and MLP projections reads a quantised, packed copy.
 
-The forward of a projection is the plain linear's, bit for bit.  For the gradient of its weight it needs its input again, and
-that is what is kept: token by token in a low format (low-cost path) or a finer one (recovery path), packed.  The gradient
-of the input is exact; that of the weight is ``dyᵀ · dequantised(x)``.  A copy is shared by projections that are given the
-same tensor (q, k, v; gate, up) as long as their formats agree.  Paper, section 5.1, Appendices E.1 and E.4.
+The forward of a projection is that of the plain linear, bit for bit.  The gradient of its weight needs the input again, so
+the input is kept: quantised token by token in a low format (low-cost path) or a finer one (recovery path), and packed.  The
+gradient of the input is exact; that of the weight is ``dyᵀ · dequantised(x)``.  Projections that read the same tensor (q, k,
+v; gate, up) share a copy as long as their formats agree.  Paper, section 5.1, Appendices E.1 and E.4.
 
-With 16 bits a path is the plain linear: its input is kept as it is, in the dtype that the product runs in (under autocast
-one cast copy for all that read the same input, where plain linears keep one each).
+With 16 bits a path is the plain linear: its input is kept unquantised, in the dtype of the product (under autocast, all
+projections that read the same input share one cast copy, where plain linears keep one each).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .units import Unit, lora_part, projections_of, unwrap
 
 
 class Saved(Latest):
-    """What the projections of a model share: copies of the latest input, and the count of bytes held for the backward.
+    """Shared by a model's projections: copies of the latest input, and the count of bytes held for the backward.
 
     Args:
         low: the low-cost path's format.
@@ -40,12 +40,12 @@ class Saved(Latest):
         super().__init__()
         self.low = low
         self.ran = np.zeros(units, dtype=bool)
-        """Units whose projections kept an input since this was last cleared."""
+        """Units whose projections have kept an input since this was last cleared."""
         self._now = self._now_low = 0
         self._peak = self._peak_low = self._tokens = 0
 
     def figures(self) -> tuple[int, int, int]:
-        """The most bytes held at a time since the last call, what they would be on the low-cost path, and tokens."""
+        """Peak bytes held since the last call, the same bytes on the low-cost path, and tokens."""
         figures = self._peak, self._peak_low, self._tokens
         self._peak, self._peak_low, self._tokens = self._now, self._now_low, 0
         return figures
@@ -60,7 +60,7 @@ class Saved(Latest):
         return copy
 
     def hold(self, nbytes: int, low: int) -> None:
-        """So many more bytes are held (fewer, where negative), and would be on the low-cost path."""
+        """Count `nbytes` more bytes as held (fewer if negative), and `low` more on the low-cost path."""
         self._now += nbytes
         self._now_low += low
         if self._now > self._peak:
@@ -68,8 +68,8 @@ class Saved(Latest):
 
 
 class Held:
-    """Counts bytes as held for as long as it lives: until the last product's backward is done, or can no longer be. (A graph
-    that is retained holds them longer than is counted.)"""
+    """Counts bytes as held for as long as it lives: until the last product's backward has run, or can no longer run. (A
+    retained graph holds them longer than is counted.)"""
 
     __slots__ = ("low", "nbytes", "saved")
 
@@ -82,7 +82,7 @@ class Held:
 
 
 class Copy:
-    """What is kept of one input; `low`: bytes that it adds to the low-cost path's count."""
+    """The copy kept of one input; `low`: bytes that it adds to the low-cost path's count."""
 
     __slots__ = ("form", "held", "tensors")
 
@@ -104,7 +104,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, copy: Copy) -> Tensor:
-        # The count, not the copy: its tensors are autograd's, which may keep them elsewhere (saved-tensor hooks).
+        # Keep the count, not the copy: autograd owns its tensors and may keep them elsewhere (saved-tensor hooks).
         ctx.held, ctx.form, ctx.saved, ctx.shape = copy.held, copy.form, copy.held.saved, x.shape
         ctx.save_for_backward(weight, *copy.tensors)
         return nn.functional.linear(x, weight, bias)
@@ -134,7 +134,7 @@ class _Product(torch.autograd.Function):
 class QuantisedInput(Switched, nn.Linear):
     """A linear whose saved input is quantised."""
 
-    ours = ("saved", "form", "unit", "adapter")
+    attributes = ("saved", "form", "unit", "adapter")
     saved: Saved
     form: Format | None
     unit: int
@@ -144,13 +144,13 @@ class QuantisedInput(Switched, nn.Linear):
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         if not (torch.is_grad_enabled() and self.weight.requires_grad):
-            return super().forward(x)  # nothing of x is kept for a weight that is frozen
+            return super().forward(x)  # a frozen weight needs no copy of x
         if self.adapter and not x.requires_grad and x.shape == (self.in_features, self.in_features):
-            return super().forward(x)  # DoRA asks for the weight itself so, with an identity, and lets go of the graph
+            return super().forward(x)  # DoRA reads the weight itself this way, with an identity, and drops the graph
         self.saved.ran[self.unit] = True
-        given = x
+        uncast = x
         x, weight, bias = as_autocast(x, self.weight, self.bias)
-        return _Product.apply(x, weight, bias, self.saved.copy_of(given, x, self.form))
+        return _Product.apply(x, weight, bias, self.saved.copy_of(uncast, x, self.form))
 
 
 UNIT_KINDS = ("projection", "layer")
@@ -158,12 +158,12 @@ UNIT_KINDS = ("projection", "layer")
 
 @dataclass(frozen=True)
 class ActivationOptions(BackendOptions):
-    """Formats of the saved activations on the two paths, and what is switched as one."""
+    """Formats of the saved activations on the two paths, and the kind of unit."""
 
     bits_low: int = 4
     """Bits on the low-cost path: 4, 6 or 8 with floats, 2 to 8 with integers."""
     bits_recovery: int = 8
-    """Bits on the recovery path, more than `bits_low`: the same choice; 16: not quantised."""
+    """Bits on the recovery path, more than `bits_low`: the same choices, or 16 (not quantised)."""
     format: str = "float"
     """``float`` (E2M1, E3M2, E4M3) or ``int`` (symmetric)."""
     unit: str | None = None
@@ -177,8 +177,8 @@ class ActivationOptions(BackendOptions):
 class ActivationBackend(Backend):
     """Units are projections (or decoder layers) whose saved inputs are in `bits_low` or `bits_recovery`.
 
-    The model is any whose decoder layers' projections are `nn.Linear`, fully trained or under LoRA (then it is the input of
-    LoRA's A that is kept).
+    Takes any model whose decoder layers' projections are `nn.Linear`, fully trained or under LoRA (then the input of LoRA's
+    A is kept).
 
     Raises:
         ConfigError: a wrong option.
@@ -194,7 +194,7 @@ class ActivationBackend(Backend):
     def plan_saved(
         cls, model: Any, units: Sequence[Unit], options: BackendOptions, forward: Any, half: bool
     ) -> dict[str, int]:
-        if half:  # autocast's products, and so the inputs that they keep, are in 16 bits
+        if half:  # autocast's products, and so the inputs they keep, are in 16 bits
             model = model.to(torch.bfloat16)
         backend, saved = cls(model, units, options), {}
         for path, active in (("low", np.zeros(len(units), dtype=bool)), ("recovery", np.ones(len(units), dtype=bool))):
@@ -212,11 +212,11 @@ class ActivationBackend(Backend):
     def take(self, model: nn.Module, units: Sequence[Unit]) -> None:
         options = self.options
         self.low, self.recovery = check_bits(options.bits_low, options.bits_recovery, options.format)
-        refuse_8bit(self.name, model, "bitsandbytes keeps each product's input itself, whatever is quantised beside it")
+        refuse_8bit(self.name, model, "bitsandbytes itself keeps the input of each product, whatever else is quantised")
         if any(getattr(m, "gradient_checkpointing", False) for m in unwrap(model).modules()):
             raise SetupError(
                 "backend='activation' with gradient checkpointing: checkpointing keeps no activation between forward and "
-                "backward, so there is nothing to quantise. Switch off one of the two"
+                "backward, so there is nothing to quantise. Switch one of them off"
             )
         named = [projections_of(unit.module) for unit in units]
         self._modules: list[list[Any]] = [[m for _, m in modules] for modules in named]
@@ -229,10 +229,10 @@ class ActivationBackend(Backend):
         self._plain = False
         self._active = np.zeros(len(units), dtype=bool)
         self.recoverable = np.ones(len(units), dtype=bool)
-        # Bytes of the inputs per token: how many tokens there are is known in the forward only.
+        # Bytes of the inputs per token: the number of tokens is known only in the forward.
         self.bytes_low = self._per_token(self.low)
         self.bytes_recovery = self._per_token(self.recovery)
-        # A lifted projection may be alone with its input, and then the low copy is kept beside its own.
+        # A lifted projection may share its input with projections that are not lifted: the low copy is then kept as well.
         self.bytes_added = self.bytes_recovery.copy()
         self._figures = (0, 0, 0)
         self._idle = np.zeros(len(units), dtype=bool)
@@ -268,17 +268,17 @@ class ActivationBackend(Backend):
     def remove(self) -> None:
         for modules in self._modules:
             for module in modules:
-                if type(module) is QuantisedInput and module.saved is self._saved:  # and not another session's
+                if type(module) is QuantisedInput and module.saved is self._saved:  # not another session's
                     make_plain(module)
         self._saved.forget()
 
     def recovery_bytes(self, active: Bools) -> int:
-        """What was held at the step's peak beyond the low-cost path, as `step_figures` counted it."""
+        """Bytes held at the step's peak beyond those of the low-cost path, as counted by `step_figures`."""
         kept, low, _ = self._figures
         return kept - low
 
     def step_figures(self) -> dict[str, Any]:
-        """For the trace: the most bytes held for the backward at a time since the last call, and a micro-batch's tokens."""
+        """For the trace: peak bytes held for the backward since the last call, and the tokens of a micro-batch."""
         kept, low, tokens = self._figures = self._saved.figures()
         self._idle, self._saved.ran[:] = ~self._saved.ran, False
         return {"saved_bytes": kept, "saved_bytes_low": low, "saved_tokens": tokens}
@@ -306,7 +306,7 @@ def check_bits(bits_low: int, bits_recovery: int, kind: str) -> tuple[Format, Fo
     """The formats of both paths.
 
     Raises:
-        ConfigError: bits that the kind does not have, or a recovery path that is not finer.
+        ConfigError: bits that the kind does not offer, or a recovery path that is not finer.
     """
     low, recovery = format_of("bits_low", kind, bits_low), format_of("bits_recovery", kind, bits_recovery)
     if low is None or (recovery is not None and recovery.bits <= low.bits):

@@ -1,8 +1,8 @@
-"""What a backend owes the rest: its options, units with two paths each, and a way to put an active set in force.
+"""What a backend provides: its options, units with two paths each, and a way to apply an active set.
 
-A backend never sees a score or a threshold, and nothing outside this package knows about formats, kernels or weights.  What
-a recipe section, the callback, the session, the plan and the README say about a backend's options is derived from its
-`Options`; a new backend is one file and one line in `BACKENDS`.
+A backend never sees a score or a threshold, and nothing outside this package knows about formats, kernels or weights.  All
+that a recipe section, the callback, the session, the plan and the README state about a backend's options is derived from
+its `Options`; a new backend is one file and one line in `BACKENDS`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class BasePlan:
 class Backend(ABC):
     """A set of units that can run a low-cost or a recovery path.
 
-    Building one makes the model switchable (every unit on the low-cost path); `remove` undoes that.
+    Constructing one makes the model switchable (every unit on the low-cost path); `remove` undoes that.
     Arrays have shape (num_units,).
     """
 
@@ -98,9 +98,9 @@ class Backend(ABC):
     unit_kinds: ClassVar[tuple[str, ...]] = ("layer",)
     """Kinds of unit (`units.FINDERS`) that the backend can switch, its default first."""
     switches: ClassVar[bool] = True
-    """Whether there is a second path at all."""
+    """Whether there is a second path."""
     quantised_base: ClassVar[bool] = False
-    """Whether the base model itself is stored in few bits: loaded so, frozen, trained through adapters."""
+    """Whether the base model itself is stored in few bits: loaded that way, frozen, trained through adapters."""
     base_in_words: ClassVar[str] = "BF16"
     """What a model of this backend runs once training has ended."""
 
@@ -113,9 +113,9 @@ class Backend(ABC):
     bytes_added: Counts
     """Bytes that a unit adds on the device while it is active (ΔM), beyond what is resident anyway."""
     resident_bytes: int = 0
-    """Bytes that the store of recovery weights holds in the device's memory (a CPU's anonymous one) whatever is active."""
+    """Bytes that the store of recovery weights holds in device memory (on a CPU: anonymous memory), whatever is active."""
     host_bytes: int = 0
-    """Bytes that it holds in the host's anonymous memory, where that is not the device."""
+    """Bytes that it holds in the host's anonymous memory, where the host is not the device."""
     holds_all: bool = True
     """Whether all units can be active at once, whatever maxO is."""
 
@@ -127,7 +127,7 @@ class Backend(ABC):
         Args:
             model: the model.
             units: its monitored units.
-            options: the backend's options; None: those given as keywords, defaults for the others.
+            options: the backend's options; None: taken from the keywords, with defaults for the others.
 
         Raises:
             ConfigError: unknown options, or wrong values.
@@ -168,19 +168,19 @@ class Backend(ABC):
 
     @classmethod
     def check_device(cls, options: BackendOptions, device: torch.device) -> None:
-        """Raise SetupError where `device` cannot run what the options ask for, before the model is loaded."""
+        """Raise SetupError if `device` cannot run what the options ask for, before the model is loaded."""
         return None
 
     @classmethod
     def quantization_config(cls, llm_int8_threshold: float) -> Any:
-        """transformers' quantization configuration that a base is loaded with; None: it is loaded as it is."""
+        """transformers' quantization configuration for loading a base; None: the base is loaded unquantised."""
         return None
 
     # -- the plan, on the meta device ------------------------------------------------------------------------------------
 
     @classmethod
     def quantise_on_meta(cls, model: Any) -> None:
-        """Give a model on the meta device the modules that loading gives a run's model."""
+        """Give a model on the meta device the modules that loading would give it."""
         return None
 
     @classmethod
@@ -192,9 +192,9 @@ class Backend(ABC):
         Args:
             model: the base on the meta device, as `quantise_on_meta` and adapters left it.
             units: its monitored units.
-            options: the recipe's, or the defaults where it has another backend.
-            cast: the checkpoint is not BF16.
-            on_cpu: the run asks for the CPU.
+            options: the recipe's, or the defaults if the recipe has another backend.
+            cast: whether originals have to be cast, since the checkpoint is not BF16.
+            on_cpu: whether the run asks for the CPU.
             seats: (bounds, holds_all, recoverable) -> (maxO, units lifted at a time), as the run itself would have them.
         """
         raise NotImplementedError
@@ -203,18 +203,18 @@ class Backend(ABC):
     def plan_saved(
         cls, model: Any, units: Sequence[Unit], options: BackendOptions, forward: Any, half: bool
     ) -> dict[str, int]:
-        """Bytes kept for a micro-batch's backward, by path; raises what the run itself would refuse.
+        """Bytes kept for a micro-batch's backward, by path; raises what the run itself would raise.
 
         Args:
             model: the model on the meta device, with its adapters.
             units: its monitored units.
             options: the recipe's.
             forward: model -> None: one micro-batch in train mode.
-            half: products run in 16 bits (autocast).
+            half: whether products run in 16 bits (autocast).
         """
         return {}
 
-    # -- in force --------------------------------------------------------------------------------------------------------
+    # -- switching -------------------------------------------------------------------------------------------------------
 
     def reserve(self, units: int) -> None:
         """Make room for this many active units at a time; before the first `apply`."""
@@ -233,12 +233,12 @@ class Backend(ABC):
 
     @abstractmethod
     def remove(self) -> None:
-        """Leave the model as it was found; may be called twice."""
+        """Restore the model; may be called twice."""
 
-    # -- what it says about itself ---------------------------------------------------------------------------------------
+    # -- reporting -------------------------------------------------------------------------------------------------------
 
     def identity(self) -> dict[str, Any]:
-        """What a history belongs to, besides layers and settings: a resumed run must have the same; plain JSON values."""
+        """What a history is tied to, besides layers and settings: a resumed run must match it; plain JSON values."""
         return {"recovery": "none"}
 
     @abstractmethod
@@ -254,7 +254,7 @@ class Backend(ABC):
         return {}
 
     def idle(self) -> Bools:
-        """Units in which nothing that is switched ran in the last step that `step_figures` reported; none, if unknown."""
+        """Units none of whose switched modules ran in the last step that `step_figures` reported; none, if unknown."""
         return np.zeros(len(self.recoverable), dtype=bool)
 
     def recovery_bytes(self, active: Bools) -> int:

@@ -1,14 +1,14 @@
-"""Number formats below 16 bits: rounding onto a format's grid, and codes that take as many bits as they say.
+"""Number formats below 16 bits: rounding onto a format's grid, and codes packed to their exact width.
 
 Two kinds, both scaled so that the largest magnitude of a token, a tensor or a block is the largest number of the format:
 
 * `FloatFormat`: sign, exponent, mantissa, no infinities: E2M1 (4 bits), E3M2 (6), E4M3 and E5M2 (8).
 * `IntFormat`: symmetric integers of 2 to 8 bits, the most negative code unused.
 
-Rounding is to nearest, ties to even, and beyond the largest number to the largest number.  Of a row that holds a number that
-is not finite no number is finite on the way back (its scale is not): what was not finite is never hidden.
+Rounding is to nearest, ties to even; beyond the largest number it saturates.  If a row holds a number that is not finite, no
+number of that row is finite after dequantisation (its scale is not finite): non-finite values are never hidden.
 
-How a float is rounded without a table: the step of the format's grid around y is a power of two times y's own, so adding
+Rounding a float without a table: the step of the format's grid around y is a power of two times y's own, so adding
 and subtracting 1.5 · 2^(23-m) · 2^e (e: y's exponent, at least the format's least) leaves exactly m mantissa bits, with the
 processor's own rounding.  Four passes over the data (mask, lower bound, add, subtract) and the clamp.
 """
@@ -31,7 +31,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """Sign, `exponent_bits`, `mantissa_bits`; `largest` is the largest number it has."""
+    """Sign, `exponent_bits`, `mantissa_bits`; `largest` is its largest number."""
 
     name: str
     exponent_bits: int
@@ -40,12 +40,12 @@ class FloatFormat:
 
     @property
     def bits(self) -> int:
-        """Bits a code."""
+        """Bits per code."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
     def least_normal(self) -> float:
-        """2 to the least exponent; below it numbers are subnormal, with a fixed step."""
+        """2 to the power of the least exponent; below it numbers are subnormal, with a fixed step."""
         return 2.0 ** (2 - 2 ** (self.exponent_bits - 1))
 
     def round_(self, y: Tensor) -> Tensor:
@@ -57,8 +57,8 @@ class FloatFormat:
 
     def encode_(self, y: Tensor) -> Tensor:
         """Codes, int16 in [0, 2^bits), of numbers on the grid (fp32; destroyed)."""
-        # Scaled so that the format's least normal number is BF16's, its fields lie in a BF16 number as they are; and a BF16
-        # number holds every number of the grid.
+        # Once the format's least normal number is scaled to BF16's, its fields are those of a BF16 number; and BF16 holds
+        # every number of the grid.
         u = y.mul_(2.0**-126 / self.least_normal).to(torch.bfloat16).view(torch.int16)
         sign = torch.bitwise_right_shift(u, 16 - self.bits).bitwise_and_(1 << (self.bits - 1))
         u.bitwise_right_shift_(7 - self.mantissa_bits).bitwise_and_((1 << (self.bits - 1)) - 1)
@@ -105,7 +105,7 @@ E3M2 = FloatFormat("e3m2", 3, 2, 28.0)
 E4M3 = FloatFormat("e4m3", 4, 3, 448.0)
 E5M2 = FloatFormat("e5m2", 5, 2, 57344.0)
 FLOATS = {4: E2M1, 6: E3M2, 8: E4M3}
-"""The float format of so many bits."""
+"""Float formats by number of bits."""
 KINDS = ("float", "int")
 SCALINGS = ("token", "tensor", "block")
 
@@ -114,16 +114,16 @@ def format_of(key: str, kind: str, bits: int) -> Format | None:
     """The format of a kind and width; None for 16 bits: nothing is quantised.
 
     Raises:
-        ConfigError: no such format; `key` and what was expected are named.
+        ConfigError: no such format; the message names `key` and what was expected.
     """
     if kind not in KINDS:
         raise ConfigError(f"format={kind!r}: expected one of {', '.join(map(repr, KINDS))}")
-    allowed = sorted(FLOATS) if kind == "float" else list(range(2, 9))
+    choices = sorted(FLOATS) if kind == "float" else list(range(2, 9))
     whole = isinstance(bits, int) and not isinstance(bits, bool)
     if whole and bits == 16:
         return None
-    if not whole or bits not in allowed:
-        raise ConfigError(f"{key}={bits!r}: expected {', '.join(map(str, allowed))} or 16 bits with format={kind!r}")
+    if not whole or bits not in choices:
+        raise ConfigError(f"{key}={bits!r}: expected {', '.join(map(str, choices))} or 16 bits with format={kind!r}")
     return FLOATS[bits] if kind == "float" else IntFormat(bits)
 
 
@@ -135,17 +135,17 @@ def row_scale(x: Tensor, form: Format) -> Tensor:
         form: the format.
 
     Returns:
-        (rows, 1), fp32; nan or inf where a row holds such.
+        (rows, 1), fp32; nan or inf where a row holds one.
     """
     if x.shape[1] == 0:
         return torch.full((x.shape[0], 1), TINY, device=x.device)
-    # The two extremes, and not abs(): one pass less to write (torch.aminmax is slow on a CPU).
+    # Two extremes instead of abs(): one pass fewer that writes (torch.aminmax is slow on a CPU).
     low, high = x.amin(dim=1, keepdim=True), x.amax(dim=1, keepdim=True)
     return torch.maximum(high, low.neg_()).float().div_(form.largest).clamp_(min=TINY)
 
 
 def tensor_scale(x: Tensor, form: Format) -> Tensor:
-    """One scale for all of `x`, as `row_scale` has it; fp32, no dimension."""
+    """One scale for all of `x`, otherwise as in `row_scale`; fp32, zero-dimensional."""
     if x.numel() == 0:
         return torch.full((), TINY, device=x.device)
     return torch.maximum(x.amax(), x.amin().neg_()).float().div_(form.largest).clamp_(min=TINY)
@@ -163,12 +163,12 @@ def quantise(x: Tensor, form: Format, scaling: str = "token", block: int = 128) 
     Args:
         x: (..., n), any floating dtype; not changed.
         form: the format.
-        scaling: what shares a scale: "token" (a row), "tensor", or "block" (`block` neighbours of a row, the last block of a
-            row shorter where n is no multiple).
-        block: numbers a block.
+        scaling: what shares a scale: "token" (a row), "tensor", or "block" (`block` neighbours in a row; the last block of a
+            row is shorter if n is not a multiple).
+        block: numbers per block.
 
     Raises:
-        ConfigError: another scaling, or a block below 1.
+        ConfigError: an unknown scaling, or a block below 1.
     """
     if scaling not in SCALINGS:
         raise ConfigError(f"scaling={scaling!r}: expected one of {', '.join(map(repr, SCALINGS))}")
@@ -182,39 +182,40 @@ def quantise(x: Tensor, form: Format, scaling: str = "token", block: int = 128) 
         y, scale = on_grid(x, form)
         return y.mul_(scale).to(x.dtype)
     if scaling == "block":
-        left = -columns % block
-        padded = torch.nn.functional.pad(rows, (0, left)) if left else rows
-        return quantise_rows(padded.reshape(-1, block), form).view(-1, columns + left)[:, :columns].reshape(x.shape)
+        padding = -columns % block
+        padded = torch.nn.functional.pad(rows, (0, padding)) if padding else rows
+        return quantise_rows(padded.reshape(-1, block), form).view(-1, columns + padding)[:, :columns].reshape(x.shape)
     return quantise_rows(rows, form).view(x.shape)
 
 
 def on_grid(x: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    """Numbers of the format's grid, fp32, and the one scale (no dimension) that takes them back to `x`."""
+    """Numbers on the format's grid, fp32, and the one scale (zero-dimensional) that maps them back to `x`."""
     y, scale = _scaled(x, form, tensor_scale)
     return form.round_(y), scale
 
 
 def _scaled(x: Tensor, form: Format, scale_of: Callable[[Tensor, Format], Tensor] = row_scale) -> tuple[Tensor, Tensor]:
-    """x / its scale in fp32, in memory of its own, and the scale."""
+    """x / its scale in fp32, in new memory, and the scale."""
     if x.dtype == torch.float64:
         scale = scale_of(x, form)
         return (x / scale).float(), scale
     if x.dtype == torch.float32:
         scale = scale_of(x, form)
         return torch.mul(x, scale.reciprocal()), scale
-    y = x.float()  # first: extremes of 16-bit numbers are several times as slow on a CPU
+    y = x.float()  # cast first: extremes of 16-bit numbers are several times slower on a CPU
     scale = scale_of(y, form)
     return y.mul_(scale.reciprocal()), scale
 
 
 class Packed:
-    """A matrix quantised row by row, its codes packed without a gap.
+    """A matrix quantised row by row, its codes packed without gaps.
 
-    Codes of width w in {1, 2, 4, 8} lie 8 / w to a byte; other widths are split into such (5 bits are 4 and 1).  What shares
-    a byte is the same column of rows far apart, so that both ways are whole-array operations on contiguous memory.
+    Codes of width w in {1, 2, 4, 8} are stored 8 / w to a byte; other widths are split into these (5 bits into 4 and 1).
+    A byte holds the same column of rows far apart, so that packing and unpacking are whole-array operations on contiguous
+    memory.
 
     Attributes:
-        planes: uint8, one a part of the width.
+        planes: uint8, one per part of the width.
         scale: (rows, 1), fp32.
     """
 
@@ -225,7 +226,7 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held."""
+        """Bytes held."""
         return sum(p.numel() for p in self.planes) + self.scale.numel() * 4
 
 
@@ -249,7 +250,7 @@ def pack(x: Tensor, form: Format) -> Packed:
 
 
 def unpack(packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
-    """The dequantised matrix, (rows, n), in `dtype` (None: the one that was packed)."""
+    """The dequantised matrix, (rows, n), in `dtype` (None: the dtype that was packed)."""
     rows, form = packed.shape[0], packed.form
     codes, shift = None, 0
     for width, plane in zip(widths(form.bits), packed.planes, strict=True):

@@ -1,7 +1,7 @@
 """What backends over plain linears share: modules that are switched by a change of class, and inputs that modules share.
 
 A module becomes switchable by a change of its class and plain again by changing it back: parameters, names, hooks and
-state dicts stay what they were.  A copy of one, pickled ones included, is plain: it is under nobody's control.
+state dicts stay what they were.  Copies, including pickled ones, are plain: no backend controls them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .units import Unit, base_model
 
 
 class Switched:
-    """Mixin of the classes that a module is lent."""
+    """Mixin for the classes that replace a module's own."""
 
     plain: ClassVar[type[nn.Module]] = nn.Linear
-    """The class it had."""
-    ours: ClassVar[tuple[str, ...]] = ()
-    """Attributes that it was lent."""
+    """The module's own class."""
+    attributes: ClassVar[tuple[str, ...]] = ()
+    """Attributes that `lend` sets on the module."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         twin = self.plain.__new__(self.plain)
@@ -40,56 +40,56 @@ class Switched:
         return self.__reduce__()
 
     def _plain_state(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in self.ours}
+        return {k: v for k, v in self.__dict__.items() if k not in self.attributes}
 
 
 def plain_class(module: Any) -> Any:
-    """The class of a module, past one that it was lent."""
+    """A module's own class, whether or not it is switched."""
     return module.plain if isinstance(module, Switched) else type(module)
 
 
 def lend(module: Any, cls: type, **attributes: Any) -> None:
-    """Give a module another class (a `Switched`) and that class's attributes; whoever lent it one before has lost it."""
+    """Change a module's class to `cls` (a `Switched`) and set its attributes; an earlier change is undone first."""
     make_plain(module)
     module.__class__ = cls
-    module.__dict__.update(attributes)  # past nn.Module.__setattr__: none of them is a parameter or a submodule
+    module.__dict__.update(attributes)  # bypasses nn.Module.__setattr__: none of them is a parameter or a submodule
 
 
 def make_plain(module: Any) -> None:
-    """Take class and attributes back; any module is allowed, most are left alone."""
+    """Restore a module's own class and remove the attributes; modules that are not switched are left alone."""
     if isinstance(module, Switched):
-        plain, ours = module.plain, module.ours
+        plain, attributes = module.plain, module.attributes
         module.__class__ = plain  # type: ignore[assignment]
-        for name in ours:
+        for name in attributes:
             module.__dict__.pop(name, None)
 
 
 def refuse_unswitchable(backend: str, units: Sequence[Unit], modules: Sequence[Iterable[Any]]) -> None:
-    """Raise SetupError for modules that a change of class would not reach, or that two units share."""
+    """Raise SetupError for modules that a change of class does not affect, or that two units share."""
     owner: dict[int, str] = {}
-    for unit, of_unit in zip(units, modules, strict=True):
-        for module in of_unit:
+    for unit, members in zip(units, modules, strict=True):
+        for module in members:
             if "forward" in module.__dict__:
                 raise SetupError(
-                    f"backend={backend!r}: a projection in {unit.name} has a forward of its own (accelerate's hooks of "
-                    "device_map or offloading, or a patch), which would go past the quantisation. Load without it"
+                    f"backend={backend!r}: a projection in {unit.name} has a custom forward (accelerate's hooks for "
+                    "device_map or offloading, or a patch), which would bypass the quantisation. Load the model without it"
                 )
             if id(module) in owner:
                 raise SetupError(
-                    f"backend={backend!r}: {unit.name} and {owner[id(module)]} are one module, which cannot be on two "
-                    "paths. Use layers of their own"
+                    f"backend={backend!r}: {unit.name} and {owner[id(module)]} are the same module, which cannot run "
+                    "two paths. Use separate layers"
                 )
             owner[id(module)] = unit.name
 
 
 def refuse_8bit(backend: str, model: nn.Module, why: str) -> None:
-    """Raise SetupError over a base in bitsandbytes' 8 bits."""
+    """Raise SetupError for a base in bitsandbytes' 8 bits."""
     if getattr(base_model(model), "is_loaded_in_8bit", False):
         raise SetupError(f"backend={backend!r} over an 8-bit base: {why}. Load the base in BF16, or use backend='int8'")
 
 
 def as_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands in the dtype that autocast would multiply them in; as they are where it is off (fp64 always)."""
+    """The operands in the dtype that autocast would multiply them in; unchanged where it is off (fp64 always)."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return x, weight, bias
@@ -102,13 +102,13 @@ def as_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor,
 
 
 def without_autocast(x: Tensor) -> Any:
-    """A context in which products run in the dtype of their operands, in a forward and in whatever calls a backward."""
+    """A context in which products run in the dtype of their operands, in a forward and in a backward, whatever calls it."""
     kind = x.device.type
     return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
 
 
 class Latest:
-    """What was made of the latest input, so that projections that read the same one (q, k, v; gate, up) share it."""
+    """What was computed from the latest input, shared by projections that read the same one (q, k, v; gate, up)."""
 
     def __init__(self) -> None:
         self._input: StorageWeakRef | None = None
@@ -116,11 +116,11 @@ class Latest:
         self._made: dict[str, Any] = {}
 
     def is_new(self, given: Tensor, dtype: torch.dtype) -> bool:
-        """Note `given`, to be multiplied in `dtype`; whether it is another input than the last one."""
-        if torch.is_inference_mode_enabled() or given.is_inference():  # no version to go by, and nothing to keep past it
+        """Register `given`, to be multiplied in `dtype`; returns whether it differs from the last input."""
+        if torch.is_inference_mode_enabled() or given.is_inference():  # no version to compare, and nothing may outlive it
             self.forget()
             return True
-        # The same numbers: by storage and version, since hooks hand each module a view of its own of one input.
+        # Inputs are compared by storage and version, since hooks pass each module a different view of one input.
         storage = StorageWeakRef(given.untyped_storage())
         key = (given.storage_offset(), given.shape, given.stride(), given.dtype, given._version, dtype)
         if self._input is None or self._input.expired() or self._input != storage or self._key != key:
@@ -129,11 +129,11 @@ class Latest:
         return False
 
     def get(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make` makes of it, made once under a name."""
+        """The result of `make`, computed once per name for the latest input."""
         if name not in self._made:
             self._made[name] = make()
         return self._made[name]
 
     def forget(self) -> None:
-        """Let go (a backward's own references keep what it needs)."""
+        """Drop everything (a backward's own references keep what it needs)."""
         self._input, self._made = None, {}

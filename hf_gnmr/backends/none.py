@@ -15,7 +15,7 @@ from .units import Unit
 
 
 class NoBackend(Backend):
-    """Units are monitored and none is recoverable.
+    """Units are monitored; none is recoverable.
 
     Args:
         model: any model.

@@ -1,9 +1,9 @@
-"""Which modules make a unit, and what architectures and PEFT call them.
+"""Which modules form a unit, and what architectures and PEFT call them.
 
 A unit is a decoder layer with trainable parameters, one of its projections, its experts or one of them.  Layers are found
 by structure, not by a table of model names: the one `nn.ModuleList` inside the (text) decoder that is as long as the text
 configuration's `num_hidden_layers`.  That holds for `model.layers` (Llama, Mistral, Qwen, Gemma), `transformer.h` (GPT-2,
-BLOOM), `model.decoder.layers` (OPT) and `gpt_neox.layers`, and keeps vision towers and lists of experts out.  Where it does
+BLOOM), `model.decoder.layers` (OPT) and `gpt_neox.layers`, and excludes vision towers and lists of experts.  Where it does
 not hold, the user names the layers with a pattern such as ``"transformer.blocks.*"``.
 """
 
@@ -23,7 +23,7 @@ from ..config import SetupError
 PEFT_INFIX = ".base_layer"
 """PEFT keeps the module it adapts under this name; names without it are those of the model as loaded."""
 PEFT_COPY = re.compile(r"\.modules_to_save\.[^.]+")
-"""And under this one the trained copy of a module in `modules_to_save`, by adapter."""
+"""And under this one, the trained copy of a module in `modules_to_save`, by adapter."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Unit:
     parameters: tuple[nn.Parameter, ...]
     """Its trainable parameters, at least one."""
     part: int | None = None
-    """The expert that the unit is, where all of a layer's experts lie in one tensor: index in the parameters' first
+    """The unit's expert, where one tensor holds all of a layer's experts: index in the parameters' first
     dimension. None: the parameters as a whole."""
 
     @property
     def numel(self) -> int:
-        """How many numbers it trains."""
+        """How many trainable numbers it has."""
         return sum(p.numel() // (1 if self.part is None else p.shape[0]) for p in self.parameters)
 
 
@@ -73,7 +73,7 @@ def canonical(name: str) -> str:
 
 
 def lora_part(name: str) -> str | None:
-    """Which part of LoRA a module or parameter of this name belongs to ("A", "B", "embedding_A", …); None: to none."""
+    """Which part of LoRA a module or parameter of this name belongs to ("A", "B", "embedding_A", …); None: none."""
     match = re.search(r"(^|\.)lora_(\w+)", name)
     return match[2] if match else None
 
@@ -88,7 +88,7 @@ def decoder_layers(model: nn.Module, pattern: str | None = None) -> list[tuple[i
 
     Args:
         model: a transformers model, possibly under PEFT, DDP or torch.compile.
-        pattern: module names with ``*`` for the layer index, for architectures that the search does not know.
+        pattern: module names with ``*`` for the layer index, for architectures that the search does not recognise.
 
     Raises:
         SetupError: no list of layers, or more than one; the message names the candidates and the option.
@@ -101,18 +101,18 @@ def decoder_layers(model: nn.Module, pattern: str | None = None) -> list[tuple[i
     depth = getattr(text_config, "num_hidden_layers", None)
     decoder = (base.get_decoder() if hasattr(base, "get_decoder") else None) or base
     prefix = next(name for name, module in base.named_modules() if module is decoder) if decoder is not base else ""
-    found: list[tuple[str, nn.ModuleList]] = []
+    candidates: list[tuple[str, nn.ModuleList]] = []
     for name, module in decoder.named_modules(prefix=prefix):
-        nested = any(name.startswith(outer + ".") for outer, _ in found)
+        nested = any(name.startswith(outer + ".") for outer, _ in candidates)
         if isinstance(module, nn.ModuleList) and len(module) == depth and not nested:
-            found.append((name, module))
-    if len(found) != 1:
-        seen = ", ".join(f"{name} ({len(module)})" for name, module in found) or "none"
+            candidates.append((name, module))
+    if len(candidates) != 1:
+        listed = ", ".join(f"{name} ({len(module)})" for name, module in candidates) or "none"
         raise SetupError(
-            f"cannot tell the decoder layers of {type(base).__name__}: lists of {depth} modules in its decoder: {seen}. "
-            f'Name them with layers="path.to.layers.*"; module lists in the model: {_module_lists(base)}'
+            f"cannot identify the decoder layers of {type(base).__name__}: lists of {depth} modules in its decoder: "
+            f'{listed}. Name them with layers="path.to.layers.*"; module lists in the model: {_module_lists(base)}'
         )
-    name, layers = found[0]
+    name, layers = candidates[0]
     return [(index, f"{canonical(name)}.{index}", layer) for index, layer in enumerate(layers)]
 
 
@@ -171,7 +171,7 @@ def find_projections(model: nn.Module, pattern: str | None = None) -> list[Unit]
 def projections_of(module: nn.Module) -> list[tuple[str, nn.Linear]]:
     """The plain linears in a unit whose weight is trained, the ones that keep their input for the backward, by name.
 
-    LoRA's B is not among them: its input has r columns. Nor are routers of experts.
+    LoRA's B is excluded (its input has r columns), and so are routers of experts.
     """
     return [
         (name, m)
@@ -185,7 +185,7 @@ def projections_of(module: nn.Module) -> list[tuple[str, nn.Linear]]:
 
 
 def _plain(module: nn.Module) -> bool:
-    """Whether a linear is torch's own, or one that a backend lent another class (8-bit ones are neither)."""
+    """Whether a linear is torch's own, or one whose class a backend changed (8-bit ones are neither)."""
     return type(module) is nn.Linear or getattr(type(module), "plain", None) is nn.Linear
 
 
@@ -194,7 +194,7 @@ def _is_router(name: str) -> bool:
 
 
 def linears_of(module: nn.Module) -> list[tuple[str, nn.Linear]]:
-    """The plain linears of a layer or expert, trained or frozen, by name; adapters and routers are not among them."""
+    """The plain linears of a layer or expert, trained or frozen, by name, without adapters and routers."""
     return [
         (name, m)
         for name, m in module.named_modules()
@@ -227,15 +227,15 @@ def find_experts(model: nn.Module, pattern: str | None = None, *, each: bool = F
         ]
         for name, experts in [*fused_experts_of(unit.module), *lists]:
             name = f"{unit.name}.{canonical(name)}"
-            found: list[tuple[str, nn.Module, int | None]]
+            members: list[tuple[str, nn.Module, int | None]]
             if not each:
-                found = [(name, experts, None)]
+                members = [(name, experts, None)]
             elif isinstance(experts, nn.ModuleList):
-                found = [(f"{name}.{i}", expert, None) for i, expert in enumerate(experts)]
+                members = [(f"{name}.{i}", expert, None) for i, expert in enumerate(experts)]
             else:
                 count = next(p.shape[0] for p in experts.parameters(recurse=False) if p.ndim == 3)
-                found = [(f"{name}.{i}", experts, i) for i in range(count)]
-            for expert_name, module, part in found:
+                members = [(f"{name}.{i}", experts, i) for i in range(count)]
+            for expert_name, module, part in members:
                 parameters = tuple(p for p in module.parameters() if p.requires_grad)
                 if parameters:
                     units.append(Unit(len(units), unit.layer, expert_name, module, parameters, part))
@@ -257,16 +257,16 @@ FINDERS: dict[str, Callable[[nn.Module, str | None], list[Unit]]] = {
 
 
 def _linears(layer: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The adapted or plain linears of a layer; an adapted one once, as PEFT's wrapper."""
-    found: list[tuple[str, nn.Module]] = []
+    """The adapted or plain linears of a layer; an adapted one counts once, as PEFT's wrapper."""
+    linears: list[tuple[str, nn.Module]] = []
     for name, module in layer.named_modules():
-        if found and name.startswith(found[-1][0] + "."):
+        if linears and name.startswith(linears[-1][0] + "."):
             continue
         adapted = hasattr(module, "base_layer") and isinstance(module.base_layer, nn.Linear)
         linear = isinstance(module, nn.Linear) and _plain(module) and not _is_router(name)
         if linear or (adapted and projections_of(module)):
-            found.append((name, module))
-    return found
+            linears.append((name, module))
+    return linears
 
 
 def all_layers(model: nn.Module, pattern: str | None = None) -> list[Unit]:
@@ -276,7 +276,7 @@ def all_layers(model: nn.Module, pattern: str | None = None) -> list[Unit]:
 
 def _by_pattern(base: nn.Module, pattern: str) -> list[tuple[int, str, nn.Module]]:
     if pattern.count("*") != 1:
-        raise SetupError(f"layers={pattern!r}: a module name with one * for the layer index is allowed")
+        raise SetupError(f"layers={pattern!r}: expected a module name with one * for the layer index")
     before, after = map(re.escape, pattern.split("*"))
     expression = re.compile(rf"{before}(\d+){after}")
     layers = []

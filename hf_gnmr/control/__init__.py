@@ -1,1 +1,1 @@
-"""The controller and every other way to choose units: numpy and plain values only, no torch, no files."""
+"""The controller and all other triggers: numpy and plain values only, no torch, no files."""

@@ -1,6 +1,6 @@
-"""Triggers in which no score takes part: nobody, everybody, units drawn at random, units of a list.
+"""Triggers that ignore the scores: no unit, all units, units drawn at random, units from a list.
 
-They are the two ends of the range and the controls that every other trigger is compared with.
+They are the two ends of the range, and the controls that every other trigger is compared with.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .controller import Bools, Record, Scores, Trigger, TriggerOptions
 
 
 class Fixed(Trigger):
-    """The same active set in every step; scores and triggers are worked out all the same, and only reported."""
+    """The same active set in every step; scores and triggered units are still computed, but only reported."""
 
     lifted: ClassVar[bool]
     warms_up = False
@@ -59,7 +59,7 @@ class RandomOptions(TriggerOptions):
     seed: int = 0
     """Seed of the draws, at least 0."""
     hold: int = 1
-    """Steps that a draw stays in force, at least 1: a control that changes as seldom as a trigger with a long T_lock."""
+    """Steps that a draw stays in force, at least 1: a control that changes as rarely as a trigger with a long T_lock."""
 
     def __post_init__(self) -> None:
         if (self.promotion_ratio is None) == (self.trace is None):
@@ -87,8 +87,8 @@ class Random(Trigger):
         self.mean = float(ratio) * int(self.recoverable.sum())
         if self.mean > self.max_o + 1e-9:
             raise ConfigError(
-                f"promotion_ratio={ratio!r} is {self.mean:g} units on average, but max_o allows {self.max_o}: raise one or "
-                "lower the other"
+                f"promotion_ratio={ratio!r} is {self.mean:g} units on average, but max_o allows {self.max_o}: raise max_o "
+                "or lower promotion_ratio"
             )
         self.options = dataclasses.replace(self.options, promotion_ratio=float(ratio))
 
@@ -106,19 +106,21 @@ class Random(Trigger):
 
 @dataclass(frozen=True)
 class ListedOptions(TriggerOptions):
-    """Which units are lifted. Expects `units` (and `promotion_ratio`, unless all of them always), or `trace`."""
+    """Which units are lifted. Expects `units` (with `promotion_ratio`, unless all are always lifted), or `trace`."""
 
     units: list[str] | None = None
     """Names of units or patterns of them (``*.down_proj``), in order."""
     promotion_ratio: float | None = None
     """Mean share of the recoverable units that is lifted, 0 to 1: the first of the list in every step, the next one in as
-    many steps as the fraction asks for. None: the whole list."""
+    many steps as the fraction requires. None: the whole list."""
     trace: str | None = None
-    """A trace to take both from, of a run over units of the same names."""
+    """A trace to take both from; its run must have had units of the same names."""
 
     def __post_init__(self) -> None:
         if (self.units is None) == (self.trace is None) or (self.trace is not None and self.promotion_ratio is not None):
-            raise ConfigError("trigger='listed': expected units (and promotion_ratio, unless all of them always), or trace")
+            raise ConfigError(
+                "trigger='listed': expected units (with promotion_ratio, unless all are always lifted), or trace"
+            )
         is_list = isinstance(self.units, (list, tuple)) and self.units and all(isinstance(u, str) for u in self.units)
         if self.trace is None and not is_list:
             raise ConfigError(f"units={self.units!r}: expected a list of names or patterns of units")
@@ -131,7 +133,7 @@ class ListedOptions(TriggerOptions):
 
 
 class Listed(Trigger):
-    """The same units for good.
+    """The same units in every step.
 
     With a trace it is the second control besides `random`: as many units as that run lifted on average, and those that it
     lifted most often, so that only the timing differs from that run.
@@ -189,7 +191,7 @@ class Listed(Trigger):
 
 
 def unresolved(name: str, trace: Any) -> ConfigError:
-    """The error of a trigger that is given a trace instead of what it comes to."""
+    """The error for a trigger whose trace has not been resolved."""
     return ConfigError(
         f"trigger={name!r} with trace={str(trace)!r}: a trigger opens no files; resolve the trace first "
         "(hf_gnmr.trace.lifted.resolve_trigger_options)"

@@ -6,7 +6,7 @@
 
 `monitor.RiskMonitor` (the paper's Algorithm 1) scores each unit against its own history.  `Trigger` holds the monitor, the
 threshold schedules and the state; a subclass chooses.  `gnmr.Controller` is the paper's choice (Algorithm 2); `ranked`,
-`static` and `baselines` have the others.  numpy in float64 throughout, vectorised over units; memory is O(units · δ), a step
+`static` and `baselines` hold the others.  numpy in float64 throughout, vectorised over units; memory is O(units · δ), a step
 costs O(units · δ).  Nothing in this package knows about models, formats, files or torch.
 """
 
@@ -55,7 +55,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Scores:
-    """What a trigger chooses by: one step's scores. Arrays have shape (num_units,)."""
+    """One step's scores, from which a trigger chooses. Arrays have shape (num_units,)."""
 
     gnmr: Floats
     delta_gnmr: Floats
@@ -101,7 +101,7 @@ class TriggerOptions:
         return dataclasses.asdict(self)
 
     def resolved(self, record: Record, names: Sequence[str], recoverable: Bools) -> TriggerOptions:
-        """The options with `trace` replaced by what that record comes to; only for options that have a `trace`."""
+        """The options with `trace` replaced by what the record resolves to; only for options that have a `trace`."""
         raise NotImplementedError
 
     @classmethod
@@ -219,13 +219,13 @@ class Trigger(ABC):
         """Read the norms of one optimizer step and decide about the next one.
 
         Args:
-            norms: L2 norm of each unit's unclipped gradient, shape (num_units,); inf and nan are allowed and count as
+            norms: L2 norm of each unit's unclipped gradient, shape (num_units,); inf and nan are valid and count as
                 the highest risk.
             seen: bools, shape (num_units,): units that had a gradient at all; None: all. A unit that had none (a layer that
                 was skipped, or is frozen for a while) is not observed: a zero would pull its mean down, and its next
                 ordinary gradient would look like a spike.
             signal: what `self.signal` asks for, shape (num_units,); nan where a unit gave none.
-            scores: GNMR and ΔGNMR of this step where they are on record; None: the monitor works them out.
+            scores: GNMR and ΔGNMR of this step if they were recorded; None: the monitor computes them.
 
         Raises:
             ValueError: wrong shape, or a negative norm.
@@ -245,7 +245,7 @@ class Trigger(ABC):
         return Decision(self.steps_done, alpha, beta, gnmr, delta_gnmr, risk, triggered, self.active.copy(), observed)
 
     def pass_over(self, steps: int) -> None:
-        """So many steps happened whose norms are unknown: the schedules advance by their number, the history does not."""
+        """Account for `steps` steps whose norms are unknown: the schedules advance, the history does not."""
         self.steps_done += steps
         if not self._scored:
             self.active = self._in_force(self.before_scores())
@@ -291,11 +291,11 @@ class Trigger(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()` of a trigger with the same units and settings.
 
-        The total number of steps may differ (a run that is prolonged): phases that were given as shares of it keep the
-        length they had, so that none begins a second time.
+        The total number of steps may differ (an extended run): phases given as shares of it keep their length, so that
+        none starts a second time.
 
         Raises:
-            ConfigError: another version, another number of units, mask or configuration; the message names it.
+            ConfigError: the version, number of units, mask or configuration differs; the message names it.
         """
         if state.get("version") != STATE_VERSION:
             raise ConfigError(f"controller state has version {state.get('version')!r}: expected {STATE_VERSION}")
@@ -308,7 +308,7 @@ class Trigger(ABC):
         }
         for name, value in current.items():
             stored = state.get(name)
-            if name == "options":  # options that the state lacks are newer than it
+            if name == "options":  # options missing from the state were added after it was written
                 stored = {**self.Options.defaults(), **(stored or {})}
             if stored != value:
                 raise ConfigError(

@@ -53,7 +53,7 @@ class RiskMonitor:
 
         self.norm_sum[finite] += norms[finite]
         self.norm_count += finite
-        # A finite norm can still overflow the ratio; such a GNMR is no usable member of the window.
+        # A finite norm can still overflow the ratio; such a GNMR must not enter the window.
         usable = np.isfinite(gnmr)
         if seen is not None:
             gnmr[~seen] = delta_gnmr[~seen] = np.nan
@@ -64,7 +64,7 @@ class RiskMonitor:
 
 
 def check_norms(norms: ArrayLike, num_units: int) -> Floats:
-    """`norms` as float64 of shape (num_units,), or a ValueError that says what is wrong with it."""
+    """`norms` as float64 of shape (num_units,); raises a ValueError that names what is wrong."""
     values = np.asarray(norms, dtype=np.float64)
     if values.shape != (num_units,):
         raise ValueError(f"norms have shape {values.shape}: expected ({num_units},), one value per unit")

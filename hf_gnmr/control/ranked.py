@@ -1,4 +1,4 @@
-"""Triggers that rank units by a signal measured in the backward: the maxO first ones, every step (paper, Appendix E.5)."""
+"""Triggers that rank units by a signal measured in the backward: the first maxO, every step (paper, Appendix E.5)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Ranked(Trigger):
 
     def choose(self, scores: Scores) -> tuple[Bools, Bools]:
         signal = scores.signal
-        if signal is None:  # nothing was measured: the step had another number of backward passes than micro-batches
+        if signal is None:  # nothing was measured: the number of backward passes and of micro-batches differed
             signal = np.full(self.num_units, np.nan)
         rank = np.where(np.isfinite(scores.gnmr), self.sign * signal, np.inf)  # a gradient that is not finite comes first
         pool = np.flatnonzero(self.recoverable & scores.seen & ~np.isnan(rank))

@@ -19,7 +19,7 @@ class StaticOptions(TriggerOptions):
     warmup: int | float = 500
     """Steps of the warm-up in 16 bits (a whole number), or a share of all steps (between 0 and 1)."""
     share: float = 0.25
-    """Share of the recoverable units that is lifted for good, above 0 and at most 1; at least one unit."""
+    """Share of the recoverable units that stays lifted after the warm-up, above 0 and at most 1; at least one unit."""
 
     def __post_init__(self) -> None:
         expected = "a number of steps above 0, or a share of the steps between 0 and 1"
@@ -33,7 +33,7 @@ class StaticOptions(TriggerOptions):
 
 
 class Static(Trigger):
-    """A warm-up in 16 bits; then the units with the highest mean GNMR in it stay lifted for good. Exempt from maxO."""
+    """A warm-up in 16 bits; then the units with the highest mean GNMR in it stay lifted. Exempt from maxO."""
 
     name = "static"
     Options = StaticOptions
@@ -53,7 +53,7 @@ class Static(Trigger):
             warmup = math.ceil(warmup * self.total_steps - 1e-9)
         if self.total_steps is not None and warmup >= self.total_steps:
             raise ConfigError(
-                f"warmup={warmup} of {self.total_steps} steps: expected fewer, nothing would follow the warm-up"
+                f"warmup={warmup} of {self.total_steps} steps: expected fewer steps, since nothing would follow the warm-up"
             )
         self.warmup_steps = int(warmup)
         self.lifted_units = max(1, math.floor(self.options.share * int(self.recoverable.sum()) + 1e-9))

@@ -43,7 +43,7 @@ def make_trigger(
     options: TriggerOptions | Mapping[str, Any] | None = None,
     names: Sequence[str] = (),
 ) -> Trigger:
-    """The trigger called `name`; `names` are the units', which `listed` chooses by.
+    """The trigger called `name`; `names` are the names of the units, which `listed` chooses by.
 
     Raises:
         ConfigError: an unknown name, or settings the trigger cannot use.

@@ -1,4 +1,4 @@
-"""The recovery path's BF16 product, with a weight that is at hand or one that is rebuilt at each use."""
+"""The recovery path's BF16 product, with a weight that is in memory or rebuilt at each use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RebuiltLinear(torch.autograd.Function):
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """x (n, in) BF16; weight (out, in), or (in, out) where transposed: then as transformers' Conv1D does it, bit for bit."""
+    """x (n, in) BF16; weight (out, in), or (in, out) if transposed: then bit for bit transformers' Conv1D."""
     if transposed:
         return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
     return F.linear(x, weight, bias)

@@ -1,4 +1,4 @@
-"""A BF16 model in memory, converted to 8-bit with its originals kept: for models that no checkpoint holds."""
+"""A BF16 model in memory, converted to 8-bit with its originals kept: for models without a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def quantize_int8(model: Any, *, threshold: float = 6.0) -> Any:
     """Convert a BF16 model in memory to 8-bit, in place, and keep its BF16 weights for the recovery path.
 
     Every `nn.Linear` but the output head becomes a frozen `Linear8bitLt`, as `BitsAndBytesConfig(load_in_8bit=True)`
-    does on loading; PEFT, the Trainer and `save_pretrained` then take the model for such a one.
+    does on loading; PEFT, the Trainer and `save_pretrained` then treat the model as one loaded that way.
 
     Args:
         model: a transformers model whose linears are BF16.
         threshold: LLM.int8's outlier threshold.
 
     Raises:
-        SetupError: a linear of another dtype, or nothing to convert.
+        SetupError: a linear that is not BF16, or nothing to convert.
     """
     from transformers import BitsAndBytesConfig
     from transformers.quantizers.auto import AutoHfQuantizer

@@ -1,7 +1,7 @@
 """INT8 ↔ BF16: the frozen base's bitsandbytes linears, each decoder layer switchable to its original BF16 weights.
 
 `switchable` defines the two paths, `originals` locates the original weights, `stores` keeps them; here they become units
-with bytes and a census.
+with a byte count and a census.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Int8Options(BackendOptions):
 class Int8Backend(Backend):
     """Decoder layers as units; their `Linear8bitLt` modules switch together.
 
-    The model is one loaded with `BitsAndBytesConfig(load_in_8bit=True)`, usually under PEFT.
+    Takes a model loaded with `BitsAndBytesConfig(load_in_8bit=True)`, usually under PEFT.
 
     Raises:
         ConfigError: a wrong option.
@@ -107,7 +107,7 @@ class Int8Backend(Backend):
         assert isinstance(options, Int8Options)
         switched = [m for m in model.modules() if isinstance(m, bnb.nn.Linear8bitLt)]
         counted = {id(m.weight) for m in switched}
-        # In BF16, whatever the meta device holds (biases of 8-bit linears are FP32 there).
+        # Counted as BF16, whatever the meta device holds (biases of 8-bit linears are FP32 there).
         rest = sum(2 * p.numel() for name, p in model.named_parameters() if not in_adapter(name) and id(p) not in counted)
         weights = sum(m.weight.numel() + 4 * m.out_features for m in switched) + rest
         in_units = [[m for m in unit.module.modules() if isinstance(m, bnb.nn.Linear8bitLt)] for unit in units]
@@ -119,7 +119,7 @@ class Int8Backend(Backend):
         max_o, lifted = seats(
             store.planned_bounds(known, on_cpu), store.planned_holds_all(on_cpu), [size > 0 for size in sizes]
         )
-        # Where the trigger lifts nothing, what the other ways would take.
+        # If the trigger lifts nothing: what the other ways would take with maxO units.
         planned = PlannedWeights(weights, recoverable, largest, lifted or max_o, cast)
         ways = [Way("int8", "INT8", weights), *(way for kind in STORES.values() for way in kind.ways(planned))]
         return BasePlan(ways, store.way(options, on_cpu) if lifted else "int8", recoverable, max_o, lifted)
@@ -168,7 +168,7 @@ class Int8Backend(Backend):
         self.bytes_recovery = 2 * weights if originals_used else np.zeros_like(weights)
         self.bytes_added, self.resident_bytes = self.store.bytes_added, self.store.resident_bytes
         self.host_bytes, self.holds_all = self.store.host_bytes, self.store.holds_all
-        # Frozen matrices of the layers that bitsandbytes left as they were (fused experts, routers, skipped modules).
+        # Frozen matrices of the layers that bitsandbytes did not quantise (fused experts, routers, skipped modules).
         self._left: Counter[str] = Counter()
         self._left_bytes: Counter[str] = Counter()
         for unit in units:
@@ -181,7 +181,7 @@ class Int8Backend(Backend):
                     self._left_bytes[type(module).__name__] += sum(p.numel() * p.element_size() for p in matrices)
 
     def reserve(self, units: int) -> None:
-        # Evaluation on the recovery path needs one slot to pass the units through.
+        # Evaluation on the recovery path passes the units through at least one slot.
         self.store.reserve(max(units, 1) if self.options.eval_path == "recovery" else units)
 
     def recovery_bytes_bound(self, units: int) -> int:
@@ -191,8 +191,8 @@ class Int8Backend(Backend):
         unit = int(np.flatnonzero(self.recoverable)[0])
         if getattr(self.modules[unit][0], "_gnmr_path", None) is not self.paths[unit]:
             raise SetupError(
-                "the model's paths are no longer under this backend: a second GNMRCallback took them over, or they were "
-                "removed during training (restore_plain). Use one callback, until training ends"
+                "the model's paths no longer belong to this backend: a second GNMRCallback took them over, or they were "
+                "removed during training (restore_plain). Use a single callback until training ends"
             )
         changed = np.flatnonzero(active != self._active)
         if changed.size:
@@ -208,17 +208,17 @@ class Int8Backend(Backend):
     def remove(self) -> None:
         for path, modules in zip(self.paths, self.modules, strict=True):
             for module in modules:
-                if module.__dict__.get("_gnmr_path") is path:  # not if another run has taken the model over
+                if module.__dict__.get("_gnmr_path") is path:  # not if another run took the model over
                     make_plain_8bit(module)
         self.store.close()
         CAST_NOTES.removeFilter(quiet)
 
     def census(self) -> dict[str, Any]:
-        low, left = int(self.bytes_low.sum()), self._left_bytes.total()
+        low, not_switched = int(self.bytes_low.sum()), self._left_bytes.total()
         entries: dict[str, Any] = {
             "modules_switched": sum(map(len, self.modules)),
             "modules_not_switched": {kind: self._left[kind] for kind, _ in self._left_bytes.most_common()},
-            "bytes_not_switched": left,
+            "bytes_not_switched": not_switched,
             "modules_8bit_elsewhere": self._outside,
             "low_path": low_path_in_words(self.modules[int(np.flatnonzero(self.recoverable)[0])][0]),
             "recovery_path": self.store.in_words(),
@@ -227,17 +227,17 @@ class Int8Backend(Backend):
             "eval_path": self.options.eval_path,
             "bytes_low": low,
             "bytes_recovery": int(self.bytes_recovery.sum()),
-            "share_switched": round(low / (low + left), 4),
+            "share_switched": round(low / (low + not_switched), 4),
         }
         return {**entries, **self.store.census()}
 
     def census_lines(self, census: Mapping[str, Any]) -> list[str]:
-        left = ", ".join(f"{count} {kind}" for kind, count in census["modules_not_switched"].items())
-        left = f"NOT switched: {left}, {census['bytes_not_switched']:,} bytes" if left else "none left out"
+        kinds = ", ".join(f"{count} {kind}" for kind, count in census["modules_not_switched"].items())
+        excluded = f"NOT switched: {kinds}, {census['bytes_not_switched']:,} bytes" if kinds else "none left out"
         host = f", {census['host_bytes']:,} in the host's memory" if census["host_bytes"] else ""
         lines = [
             f"{census['modules_switched']} modules switched, {census['share_switched']:.1%} of the layers' frozen weight "
-            f"bytes ({left})",
+            f"bytes ({excluded})",
             f"low-cost path: {census['low_path']}; {census['bytes_low']:,} bytes",
             f"recovery path: {census['recovery_path']} ({census['recovery_source']}); {census['bytes_recovery']:,} bytes "
             f"for all layers, at most {census['recovery_bytes_bound']:,} added at a time, {census['resident_bytes']:,} "
@@ -252,7 +252,7 @@ class Int8Backend(Backend):
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether weights have to be copied to get there."""
+    """Whether weights have to be copied to reach the device."""
     return device.type != "cpu"
 
 
@@ -263,7 +263,7 @@ def quiet(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def cast_notes_silenced() -> Iterator[None]:
-    """Leave those notes out of the log of what an 8-bit model does without a backend."""
+    """Silence those notes while an 8-bit model runs without a backend."""
     CAST_NOTES.addFilter(quiet)
     try:
         yield
@@ -276,7 +276,7 @@ def _modules(unit: Unit) -> Iterator[Any]:
 
 
 def low_path_in_words(module: bnb.nn.Linear8bitLt) -> str:
-    """What the low-cost path really runs on this module's device."""
+    """What the low-cost path actually runs on this module's device."""
     device = module.state.CB.device
     threshold = f"outlier threshold {module.state.threshold:g}"
     if device.type != "cpu":
@@ -290,10 +290,12 @@ def low_path_in_words(module: bnb.nn.Linear8bitLt) -> str:
 
 def _not_8bit(base: nn.Module, units: Sequence[Unit]) -> str:
     kinds = {type(m).__name__ for unit in units for m in unit.module.modules() if isinstance(m, nn.Linear)}
-    held = any(isinstance(m, bnb.nn.Linear8bitLt) and m.state.has_fp16_weights for unit in units for m in _modules(unit))
+    sixteen_bits = any(
+        isinstance(m, bnb.nn.Linear8bitLt) and m.state.has_fp16_weights for unit in units for m in _modules(unit)
+    )
     why = (
         "its 8-bit linears keep 16-bit weights (llm_int8_has_fp16_weight=True)"
-        if held
+        if sixteen_bits
         else (f"its linears are {', '.join(sorted(kinds)) or 'none'}")
     )
     return (

@@ -3,7 +3,7 @@
 They come from memory where the model was converted by `quantize_int8`, else from the safetensors checkpoint that the
 model was loaded from (or `recovery_source`).  A module's name is not a checkpoint's key, so keys go through
 transformers' own conversion mapping, the one `from_pretrained` uses.  A BF16 tensor is used as mapped from the file,
-without a copy; anything else gets one BF16 copy.  Each module's shape is checked, and a sample of its rows is quantised
+without a copy; any other dtype gets one BF16 copy.  Each module's shape is checked, and a sample of its rows is quantised
 again and compared with the codes in use, so that the weights of another model, or of a merged one, never pass for the
 original.
 """
@@ -31,7 +31,7 @@ from .pages import Watch, file_backed
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 IN_MEMORY: weakref.WeakKeyDictionary[nn.Module, Tensor] = weakref.WeakKeyDictionary()
-"""BF16 weights of modules converted by `quantize_int8`; held here so that nothing of ours stays on the model."""
+"""BF16 weights of modules converted by `quantize_int8`; kept here so that nothing is attached to the model."""
 
 WAYS_OUT = (
     "Either give recovery_source= (a folder or Hub id with the original safetensors weights), or use "
@@ -41,7 +41,7 @@ WAYS_OUT = (
 SAMPLE_ROWS = 8
 """Rows of each module that are quantised again."""
 MAX_CODES_OFF = 0.005
-"""Share of sampled codes that may differ, by one: rounding of ties is not the same on every device."""
+"""Share of sampled codes that may differ, by one: ties are not rounded the same way on every device."""
 MAX_SCALE_OFF = 1e-3
 """Relative difference of a row scale: half a BF16 step is 2e-3."""
 
@@ -67,7 +67,7 @@ class Originals:
     source: str
     """Where they came from, in words."""
     watch: Watch | None
-    """On the files that are still needed; None: none is."""
+    """On the files that are still needed; None: no file is."""
 
 
 def find_originals(
@@ -83,7 +83,7 @@ def find_originals(
         base: the transformers model (below PEFT).
         modules: 8-bit modules by canonical name (``model.layers.0.self_attn.q_proj``).
         source: folder or Hub id to read instead of the one the model was loaded from.
-        cast: make a BF16 copy of what is not BF16; False: leave it mapped as it is.
+        cast: make a BF16 copy of weights that are not BF16; False: leave them mapped.
 
     Raises:
         SetupError: no originals, unreadable or truncated files, wrong shapes, or weights that do not quantise to the
@@ -115,7 +115,7 @@ def _from_checkpoint(
     config = getattr(base, "config", None)
     name_or_path = str(source if source is not None else getattr(config, "_name_or_path", "") or "")
     if not name_or_path:
-        raise SetupError(f"the model does not say which checkpoint it was loaded from. {WAYS_OUT}")
+        raise SetupError(f"the model does not record which checkpoint it was loaded from. {WAYS_OUT}")
     files = checkpoint_files(name_or_path, None if source is not None else getattr(config, "_commit_hash", None))
     tensor_of = _open(files)
     if any(key.endswith((".SCB", ".weight_format")) for key in tensor_of):
@@ -126,7 +126,7 @@ def _from_checkpoint(
     fused: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
     for key, target, pattern, converter in _map_keys(base, list(tensor_of)):
         if converter is not None:
-            # One checkpoint tensor may hold several modules, so every fused group is collected before it is judged.
+            # One checkpoint tensor may hold several modules, so every fused group is collected before it is converted.
             fused.setdefault(target, (converter, []))[1].append((key, pattern))
         elif target in names:
             name = names[target]
@@ -168,12 +168,12 @@ def _open(files: list[Path]) -> dict[str, Callable[[], Tensor]]:
 def _split(
     base: Any, target: str, converter: Any, members: list[tuple[str, str]], tensor_of: Mapping[str, Callable[[], Tensor]]
 ) -> dict[str, Tensor]:
-    """What transformers' converter makes of a group of checkpoint tensors, by parameter name."""
+    """A group of checkpoint tensors as converted by transformers, by parameter name."""
     converter = copy.deepcopy(converter)
     for key, pattern in members:
         converter.add_tensor(target, key, pattern, tensor_of[key]())
-    made = converter.convert(target, model=base, config=getattr(base, "config", None))
-    return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+    converted = converter.convert(target, model=base, config=getattr(base, "config", None))
+    return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in converted.items()}
 
 
 def _map_keys(base: nn.Module, keys: list[str]) -> list[tuple[str, str, str, Any]]:
@@ -210,7 +210,7 @@ def checkpoint_files(source: str, revision: str | None = None) -> list[Path]:
     """The safetensors files of a local folder or of a Hub model (its cache first).
 
     Raises:
-        SetupError: none there; pickled weights are not read.
+        SetupError: no safetensors files; pickled weights are not read.
     """
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
     from transformers.utils.hub import get_checkpoint_shard_files

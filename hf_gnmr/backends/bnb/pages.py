@@ -1,9 +1,9 @@
-"""Pages of a mapped checkpoint: given back when a layer leaves, and the file watched for changes.
+"""Pages of a mapped checkpoint: released when a layer leaves the active set; the file is watched for changes.
 
 A mapped file that is truncated while it is in use kills the process (SIGBUS, no Python error is possible); one that is
-rewritten in place changes weights under a training.  Size and time are compared before each use of new layers, which catches
-what happened in between and cannot catch what happens at that moment.  Deleting or replacing the file is harmless: the
-mapping keeps the old one.
+rewritten in place changes weights in the middle of training.  Size and time are compared before each use of new layers,
+which catches changes made in between and cannot catch one at that very moment.  Deleting or replacing the file is harmless:
+the mapping keeps the old one.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if _libc is not None:
 
 
 def give_back(tensors: Iterable[Tensor]) -> None:
-    """Drop the resident pages of mapped tensors; they come back from the file when they are read. Nothing off Linux.
+    """Drop the resident pages of mapped tensors; they come back from the file when they are read. No effect outside Linux.
 
-    Only whole pages inside a tensor go: its neighbours in the file keep theirs.
+    Only whole pages inside a tensor are dropped: its neighbours in the file keep theirs.
     """
     if _libc is None:
         return
@@ -41,9 +41,9 @@ def give_back(tensors: Iterable[Tensor]) -> None:
 
 
 def file_backed(tensors: Iterable[Tensor]) -> list[bool]:
-    """Whether each tensor lies in a mapped file: anonymous memory that was given back would read as zeros."""
+    """Whether each tensor lies in a mapped file: anonymous memory that is given back would read as zeros."""
     if _libc is None:
-        return [True for _ in tensors]  # nothing is ever given back here
+        return [True for _ in tensors]  # nothing is given back on this system
     ranges = []
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         addresses, _, _, _, inode, *_ = line.split(maxsplit=5)
@@ -61,10 +61,10 @@ def file_backed(tensors: Iterable[Tensor]) -> list[bool]:
 
 
 class Watch:
-    """Tells when files were changed since this was made.
+    """Detects files that have changed since it was created.
 
     Args:
-        files: paths; a file keeps being watched when its name is given to another one.
+        files: paths; a file stays watched even if another one takes its name.
     """
 
     def __init__(self, files: Iterable[Path]) -> None:
@@ -75,7 +75,7 @@ class Watch:
             self._files.append((file, descriptor, _size_and_time(descriptor)))
 
     def check(self) -> None:
-        """Raise SetupError where a file's size or time of change is another one."""
+        """Raise SetupError if the size or modification time of a file differs."""
         for file, descriptor, before in self._files:
             now = _size_and_time(descriptor)
             if now != before:

@@ -1,10 +1,10 @@
 """One module with two paths: bitsandbytes' 8-bit linear, switchable to a BF16 product.
 
-A module becomes switchable by a change of class: PEFT, state dicts and quantizers go on seeing bitsandbytes'
-`Linear8bitLt` with the same parameters under the same names, and changing the class back leaves nothing of ours behind.
+A module becomes switchable by a change of class: PEFT, state dicts and quantizers still see bitsandbytes'
+`Linear8bitLt` with the same parameters under the same names, and changing the class back leaves nothing behind.
 
 * Low-cost path: bitsandbytes' INT8×INT8 product in training and evaluation alike, also on the CPU, where plain
-  bitsandbytes quietly trains on dequantised weights instead.
+  bitsandbytes silently trains on dequantised weights instead.
 * Recovery path: a BF16 product with the original BF16 weight, or, where there is none, with the dequantised codes.
   It computes in BF16 and returns the input's dtype.
 
@@ -43,16 +43,16 @@ class SwitchableLinear8bitLt(bnb.nn.Linear8bitLt):
     _gnmr_product: Product
     _gnmr_checked: bool
 
-    # Under torch.compile a path that is read while tracing would be a guard: each new choice of layers would compile anew.
-    # Run as it is, between graphs that know of no path, a choice costs no recompilation. (bitsandbytes' own forward breaks
-    # the graph at every linear too.)
+    # Under torch.compile a path that is read while tracing would be a guard: each new choice of layers would recompile.
+    # Run eagerly, between graphs that do not depend on the path, it does not. (bitsandbytes' own forward breaks the graph
+    # at every linear too.)
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in_features), floating point; returns (..., out_features) in x's dtype."""
         path = self._gnmr_path
         flat = x.reshape(-1, x.shape[-1])  # bitsandbytes' bias gradient sums over the first dimension only
         out = self._recovery(flat) if (path.in_train if self.training else path.in_eval) else self._low(flat)
-        # Also from both paths alike a view: else graphs compiled around them would guard on which one it was.
+        # Both paths return a view: otherwise graphs compiled around the module would guard on which path ran.
         return out.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
 
     def _low(self, x: Tensor) -> Tensor:
@@ -75,18 +75,18 @@ class SwitchableLinear8bitLt(bnb.nn.Linear8bitLt):
     def _bf16(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(torch.bfloat16)
         known = self.__dict__["_gnmr_weight"]
-        # A new parameter around the same codes (DoRA again) is no other weight.
+        # A new parameter around the same codes (as DoRA makes) is still the same weight.
         if self._gnmr_checked and self.weight is not known and self.weight.data_ptr() != known.data_ptr():
             raise SetupError(
                 "the 8-bit weight of a switched module was replaced (adapters merged into it?) while its recovery path "
-                "still holds the original: end training first, or, after one that was broken off, call "
+                "still holds the original: end training first or, if training was interrupted, call "
                 "hf_gnmr.restore_plain(model)"
             )
         return self._gnmr_product(x.to(torch.bfloat16), bias)
 
     def init_8bit_state(self) -> None:
         """Move codes and scales from the parameter to `state`, as bitsandbytes does before a product."""
-        # PEFT's DoRA wraps the codes anew in every forward on a CPU, and forgets the scales that lie in `state` already.
+        # PEFT's DoRA rewraps the codes in every forward on a CPU, and loses the scales that are already in `state`.
         scales = self.state.SCB
         super().init_8bit_state()
         if self.state.SCB is None:
@@ -94,13 +94,13 @@ class SwitchableLinear8bitLt(bnb.nn.Linear8bitLt):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # After a forward the scales live in `state`, where bitsandbytes' own loading does not look for them.
-        lent = self.weight.SCB is None and self.state.SCB is not None
-        if lent:
+        borrowed = self.weight.SCB is None and self.state.SCB is not None
+        if borrowed:
             self.weight.SCB = self.state.SCB
         try:
             super()._load_from_state_dict(state_dict, prefix, *args)
         finally:
-            if lent:
+            if borrowed:
                 self.weight.SCB = None
 
 
@@ -111,18 +111,18 @@ def make_switchable(module: bnb.nn.Linear8bitLt, path: PathSwitch, product: Prod
         module: an 8-bit linear whose state is initialised.
         path: the switch, shared by the modules of a unit.
         product: the recovery path's BF16 product (`Store.product`).
-        originals: it holds originals, so that codes which were replaced since must not be passed over.
+        originals: whether the product holds originals; then codes that were replaced since are an error.
     """
     module.__class__ = SwitchableLinear8bitLt
     module._gnmr_path, module._gnmr_checked = path, originals
     module.__dict__["_gnmr_product"] = product
-    # Past nn.Module.__setattr__, which would register a second parameter.
+    # Bypasses nn.Module.__setattr__, which would register a second parameter.
     module.__dict__["_gnmr_weight"] = module.weight
     _rebind(module)
 
 
 def make_plain_8bit(module: Any) -> None:
-    """Remove the second path; any module may be given, most are left alone."""
+    """Remove the second path; modules that are not switchable are left alone."""
     if type(module) is SwitchableLinear8bitLt:
         if module.weight.CB is not None:
             module.init_8bit_state()
@@ -141,7 +141,7 @@ def _rebind(module: Any) -> None:
 def restore_plain(model: nn.Module) -> None:
     """Make every module of `model` plain again (a `Linear8bitLt`, an `nn.Linear`), as the end of training does.
 
-    Only needed where training was broken off (an exception, an interrupt) and the model is used without another run.
+    Only needed if training was interrupted (by an exception or a signal) and the model is used without another run.
     """
     for module in model.modules():
         make_plain_8bit(module)

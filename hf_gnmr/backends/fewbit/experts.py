@@ -1,10 +1,10 @@
-"""Fused experts in few bits, without rewriting them: the model's own code runs, its products are replaced as it goes.
+"""Fused experts in few bits, without rewriting them: the model's own code runs, and its products are replaced as it runs.
 
-Hugging Face keeps a layer's experts in tensors of (experts, rows, columns), and each class says in its own forward how the
-tokens go through them, one expert after the other, by `F.linear` with a slice of such a tensor.  On a low path that very
-forward is run (whatever faster implementation the model is set to otherwise), under a mode that sees each `F.linear` and,
-where its weight is a slice of the module's own tensors, computes the expert's product instead.  Where every expert runs
-plain, the module's forward is called as if nothing were there.
+Hugging Face keeps a layer's experts in tensors of (experts, rows, columns), and each class's own forward passes the
+tokens through them, one expert after the other, by `F.linear` with a slice of such a tensor.  On a low path that forward
+runs (whatever faster implementation the model is otherwise set to), under a mode that intercepts each `F.linear` and, if its
+weight is a slice of the module's own tensors, computes the expert's product instead.  If every expert runs plain, the
+module's forward is called unchanged.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .switched import ProductSwitch
 
 
 class SwitchedExperts(Switched):
-    """Mixin: fused experts with a path for all of them, or one for each."""
+    """Mixin: fused experts with one path for all of them, or one per expert."""
 
-    ours = ("paths", "latest")
+    attributes = ("paths", "latest")
     paths: Sequence[ProductSwitch]
     latest: Latest
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own."""
+        """Same as the module's own forward."""
         assert isinstance(self, nn.Module)
         products = [p.in_train if self.training else p.in_eval for p in self.paths]
         if all(p is None for p in products):
@@ -43,36 +43,36 @@ class SwitchedExperts(Switched):
             result = inspect.unwrap(self.plain.forward)(self, *args, **kwargs)
         if not mode.seen and result.numel():
             raise SetupError(
-                f"{self.plain.__name__} multiplied by none of its weights through F.linear, so its experts cannot be put in "
-                "few bits. Use a model of another class, or backend='none'"
+                f"{self.plain.__name__} called F.linear with none of its own weights, so its experts cannot run in few "
+                "bits. Use a model of another class, or backend='none'"
             )
         return result
 
 
 @functools.cache
 def switched_class(plain: type[nn.Module]) -> type:
-    """The class that a module of class `plain` is lent."""
+    """The switched class for modules of class `plain`."""
     return type(f"Switched{plain.__name__}", (SwitchedExperts, plain), {"plain": plain})
 
 
 def refuse_unhandled(backend: str, name: str, module: Any, adapted: bool) -> None:
-    """Raise SetupError for fused experts that do not multiply by `F.linear`, or that have adapters."""
+    """Raise SetupError for fused experts that do not multiply with `F.linear`, or that have adapters."""
     name = name.removeprefix("base_model.model.").replace(PEFT_INFIX, "")
     kind = type(module).__name__
     if adapted or hasattr(module, "parametrizations"):
         raise SetupError(
-            f"backend={backend!r}: {name} has adapters on fused experts, which are not handled. Name the linears that LoRA "
-            "is for instead of 'all-linear', e.g. target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj']"
+            f"backend={backend!r}: {name} has adapters on fused experts, which are not supported. Name the linears that "
+            "LoRA is to adapt instead of 'all-linear', e.g. target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj']"
         )
     if getattr(module, "is_transposed", False) or not _calls_linear(getattr(type(module), "plain", type(module))):
         raise SetupError(
             f"backend={backend!r}: {name} ({kind}) multiplies without F.linear (weights transposed, or all experts at "
-            "once), which is not handled. Use a model of another class, or backend='none'"
+            "once), which is not supported. Use a model of another class, or backend='none'"
         )
 
 
 def _calls_linear(cls: type[nn.Module]) -> bool:
-    """Whether a class's own forward, or a method that it calls, names `linear`: products that can be seen."""
+    """Whether a class's own forward, or a method that it calls, names `linear`, so that its products can be intercepted."""
     forward = inspect.unwrap(cls.forward)
     names = set(forward.__code__.co_names)
     for name in forward.__code__.co_names:
@@ -82,13 +82,13 @@ def _calls_linear(cls: type[nn.Module]) -> bool:
 
 
 class _Products(TorchFunctionMode):
-    """Computes the products with slices of a module's weights by the expert's product."""
+    """Replaces products with slices of a module's weights by the expert's product."""
 
     def __init__(self, module: Any, products: list[Any]) -> None:
         super().__init__()
         self.products, self.latest = products, module.latest
         self.seen = False
-        """Whether any product with these weights came by."""
+        """Whether any product with these weights was intercepted."""
         self.weights = [p for p in module.parameters(recurse=False) if p.ndim == 3]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,7 +103,7 @@ class _Products(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _expert(self, weight: Tensor) -> int | None:
-        """Which expert's slice of which tensor a weight is; None: of none of ours."""
+        """Index of the expert whose slice a weight is; None: of none of these tensors."""
         if weight.ndim != 2:
             return None
         for tensor in self.weights:

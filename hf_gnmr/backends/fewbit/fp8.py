@@ -1,8 +1,8 @@
-"""Hybrid FP8 ↔ the plain product: E4M3 forward, E5M2 gradients, one scale a tensor.
+"""Hybrid FP8 ↔ the plain product: E4M3 forward, E5M2 gradients, one scale per tensor.
 
 Paper, section 5.2 and Appendix E.2, first configuration.  Where the processor multiplies FP8 (NVIDIA, compute capability 8.9
-and above) the low-cost path is its own scaled product by way of torch.  Anywhere else it can be emulated: the same numbers,
-without the gain; that has to be asked for, and is said.
+and above) the low-cost path is its scaled product, called through torch.  Elsewhere it can be emulated: the same numbers,
+without the gain.  Emulation has to be requested, and is reported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LEAST_CAPABILITY = (8, 9)
 
 @dataclass(frozen=True)
 class Fp8Options(LowPrecisionOptions):
-    """Whether the processor's FP8 product runs, or an emulation of it."""
+    """Whether the processor's FP8 product runs, or its emulation."""
 
     emulate: bool | Literal["auto"] = False
     """false: the device's own FP8 product, or an error; true: emulated (the same numbers, nothing gained); ``auto``:
@@ -43,7 +43,7 @@ class Fp8Backend(LowPrecision):
 
     Raises:
         ConfigError: a wrong option.
-        SetupError: no FP8 on this device, or linears whose sides are no multiples of 16; see `LowPrecision` too.
+        SetupError: no FP8 on this device, or linears whose sides are not multiples of 16; see also `LowPrecision`.
     """
 
     name = "fp8"
@@ -62,7 +62,7 @@ class Fp8Backend(LowPrecision):
         assert isinstance(options, Fp8Options)
         if options.emulate is False:
             refuse_shapes(units)
-        # The meta device has no FP8 product; the modules and what is refused are the same.
+        # The meta device has no FP8 product; the modules and the errors are the same.
         return super().plan_saved(model, units, replace(options, emulate=True), forward, half)
 
     def products(self, units: Sequence[Unit]) -> tuple[Product, Product | None]:
@@ -74,23 +74,23 @@ class Fp8Backend(LowPrecision):
 
     def census(self) -> dict[str, Any]:
         census = super().census()
-        said = "EMULATED (numbers are rounded; no memory or time is saved): " if self.engine == "emulated" else ""
-        return {**census, "path": said + census["path"], "engine": self.engine}
+        prefix = "EMULATED (numbers are rounded; no memory or time is saved): " if self.engine == "emulated" else ""
+        return {**census, "path": prefix + census["path"], "engine": self.engine}
 
 
 def engine_on(device: torch.device, emulate: bool | str) -> str:
     """What multiplies on `device`, of `products.ENGINES`.
 
     Raises:
-        SetupError: no FP8 there, and no emulation asked for.
+        SetupError: the device has no FP8, and emulation was not requested.
     """
-    lacks = why_not(device)
-    if lacks and emulate is False:
+    reason = why_not(device)
+    if reason and emulate is False:
         raise SetupError(
-            f"backend='fp8': {lacks}. Ask for the emulation, which rounds the same and gains nothing (emulate=true; auto: "
-            "only where there is none), or use a GPU that has FP8"
+            f"backend='fp8': {reason}. Request the emulation, which rounds the same way and gains nothing (emulate=true; "
+            "auto: only where the device has no FP8), or use a GPU that has FP8"
         )
-    return "emulated" if lacks or emulate is True else "scaled_mm"
+    return "emulated" if reason or emulate is True else "scaled_mm"
 
 
 def why_not(device: torch.device) -> str | None:
@@ -99,13 +99,13 @@ def why_not(device: torch.device) -> str | None:
         return f"no FP8 product on {device.type if device.type != 'cuda' else 'this AMD GPU'}"
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
-        held = ".".join(map(str, capability))
-        return f"{torch.cuda.get_device_name(device)} has no FP8 product (compute capability {held}, below 8.9)"
+        version = ".".join(map(str, capability))
+        return f"{torch.cuda.get_device_name(device)} has no FP8 product (compute capability {version}, below 8.9)"
     return None
 
 
 def refuse_shapes(units: Sequence[Unit]) -> None:
-    """Raise SetupError for weights that the FP8 product cannot take."""
+    """Raise SetupError for weights that the FP8 product does not support."""
     for unit in units:
         sizes = {f"{unit.name}.{name}": m.weight.shape for name, m in linears_of(unit.module)}
         for name, m in fused_experts_of(unit.module):
@@ -113,6 +113,6 @@ def refuse_shapes(units: Sequence[Unit]) -> None:
         for name, shape in sizes.items():
             if any(side % 16 for side in shape):
                 raise SetupError(
-                    f"backend='fp8': {name} is {tuple(shape)}; the FP8 product takes sides that are multiples of 16. Use "
+                    f"backend='fp8': {name} is {tuple(shape)}; the FP8 product needs sides that are multiples of 16. Use "
                     "emulate=true, or a model with such sides"
                 )

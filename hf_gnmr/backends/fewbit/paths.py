@@ -1,4 +1,4 @@
-"""Backends whose paths are products in few bits: what a unit's linears and experts run is a product each, or none (plain).
+"""Backends whose paths are products in few bits: the linears and experts of a unit run one product each, or none (plain).
 
 `LowPrecision` is what `fp8` and `lowbit` share; they differ in the two products.
 """
@@ -27,7 +27,7 @@ UNIT_KINDS = ("layer", "experts", "expert")
 
 @dataclass(frozen=True)
 class LowPrecisionOptions(BackendOptions):
-    """What is switched as one, and which path evaluation runs."""
+    """The kind of unit, and which path evaluation runs."""
 
     eval_path: str = "low"
     """Path in evaluation during training: ``low``, ``recovery``, or ``active`` (whatever training runs at that moment)."""
@@ -44,8 +44,8 @@ class LowPrecisionOptions(BackendOptions):
 class LowPrecision(Backend):
     """Units whose linears and fused experts run `low`, or `recovery` while they are active.
 
-    Routers, adapters and everything that is no linear (embeddings, norms, the attention itself) stay as they are, as does
-    what lies in no unit (the output head).
+    Routers, adapters and everything that is not a linear (embeddings, norms, the attention itself) stay as they are, as does
+    everything outside the units (the output head).
 
     Args:
         model: any model whose decoder layers hold `nn.Linear` or Hugging Face's fused experts.
@@ -63,7 +63,7 @@ class LowPrecision(Backend):
         """The products of the two paths, low-cost first; None: plain.
 
         Raises:
-            SetupError: units that these products cannot take, or a device without them.
+            SetupError: units that these products do not support, or a device without them.
         """
 
     def take(self, model: nn.Module, units: Sequence[Unit]) -> None:
@@ -82,7 +82,7 @@ class LowPrecision(Backend):
         self._counts = sum(map(len, linears)), len(fused)
         self._names = [unit.name for unit in units]
         self.recoverable = np.ones(len(units), dtype=bool)
-        # The trained weights are in memory whatever runs; a path makes its numbers from them in each product.
+        # The trained weights are in memory whatever runs; a path derives its numbers from them in each product.
         self.bytes_low = self.bytes_recovery = _weight_bytes(linears, fused)
         self.bytes_added = np.zeros(len(units), dtype=np.int64)
         self._active, self._exact = np.zeros(len(units), dtype=bool), False
@@ -91,7 +91,7 @@ class LowPrecision(Backend):
             path.in_eval = self.recovery if self.options.eval_path == "recovery" else self.low
 
     def _switchable(self, units: Sequence[Unit]) -> tuple[list[list[Any]], dict[Any, list[int]]]:
-        """Each unit's linears; and each module of fused experts with the units that it is: one, or one per expert."""
+        """Each unit's linears; and each module of fused experts with the units it forms: one, or one per expert."""
         linears: list[list[Any]] = [[] for _ in units]
         fused: dict[Any, list[int]] = {}
         for unit in units:
@@ -136,7 +136,7 @@ class LowPrecision(Backend):
 
     def remove(self) -> None:
         for module in self._modules:
-            if isinstance(module, Switched) and module.__dict__.get("latest") is self._latest:  # and not another session's
+            if isinstance(module, Switched) and module.__dict__.get("latest") is self._latest:  # not another session's
                 make_plain(module)
         self._latest.forget()
 
@@ -144,7 +144,7 @@ class LowPrecision(Backend):
     def plan_saved(
         cls, model: Any, units: Sequence[Unit], options: BackendOptions, forward: Any, half: bool
     ) -> dict[str, int]:
-        cls(model, units, options).remove()  # for what it refuses: products take nothing that is not there anyway
+        cls(model, units, options).remove()  # only for its checks: products keep nothing beyond what the model keeps anyway
         return {}
 
     def identity(self) -> dict[str, Any]:

@@ -7,13 +7,13 @@
 where rows are tokens for x, y, dy and dx, and output rows for w and dw.  Operands are dequantised in the dtype of the
 product (BF16 rounds them once more, by 2⁻⁹), sums are the processor's own.
 
-`HybridFp8` (first configuration): E4M3 for x and w, E5M2 for dy, one scale a tensor, taken from the tensor itself
-("current scaling": there is no history to keep).  y, dx, dw come out in the dtype of the product, scaled afterwards;
+`HybridFp8` (first configuration): E4M3 for x and w, E5M2 for dy, one scale per tensor, computed from the tensor itself
+("current scaling": there is no history to keep).  y, dx, dw are in the dtype of the product, scaled afterwards;
 db = Σ dy.  "emulated" multiplies the grids' numbers in the product's dtype, which holds them exactly (FP16: in fp32, since
-sums of grid numbers overflow it); "scaled_mm" gives FP8 numbers to the processor's own FP8 product.
+sums of grid numbers overflow it); "scaled_mm" passes FP8 numbers to the processor's own FP8 product.
 
-An input that several products read is quantised once (`Latest`).  What is kept for the backward is the quantised input and
-the quantised weight, never the input itself.  An input that is not finite gives results that are not finite.
+An input that several products read is quantised once (`Latest`).  The backward keeps the quantised input and the quantised
+weight, never the input itself.  An input that is not finite gives results that are not finite.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LowBit:
 
 @dataclass(frozen=True)
 class HybridFp8:
-    """E4M3 forward, E5M2 backward, one scale a tensor."""
+    """E4M3 forward, E5M2 backward, one scale per tensor."""
 
     engine: str = "emulated"
 
@@ -65,7 +65,7 @@ class HybridFp8:
         return f"hybrid FP8 (E4M3 forward, E5M2 gradients; {how})"
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, latest: Latest) -> Tensor:
-        """As `LowBit`'s."""
+        """Same shapes and dtypes as `LowBit`'s."""
         if x.numel() == 0:
             return F.linear(x, weight, bias)
         x, weight, bias = _operands(x, weight, bias, latest)
@@ -77,10 +77,10 @@ Product = LowBit | HybridFp8
 
 
 def _operands(x: Tensor, weight: Tensor, bias: Tensor | None, latest: Latest) -> tuple[Tensor, Tensor, Tensor | None]:
-    """In the product's dtype; `latest` is told of the input."""
-    given = x
+    """The operands in the product's dtype; registers the input in `latest`."""
+    uncast = x
     x, weight, bias = as_autocast(x, weight, bias)
-    latest.is_new(given, x.dtype)
+    latest.is_new(uncast, x.dtype)
     return x, weight, bias
 
 
@@ -93,7 +93,7 @@ class _LowBit(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, xq: Tensor, form: FloatFormat, latest: Latest
     ) -> Tensor:
-        # (Autocast has done its work on the operands.)
+        # The operands are already in autocast's dtype.
         wq = quantise_rows(weight, form)
         ctx.form, ctx.latest, ctx.shape = form, latest, x.shape
         ctx.save_for_backward(xq if ctx.needs_input_grad[1] else None, wq if ctx.needs_input_grad[0] else None)
@@ -146,8 +146,8 @@ class _HybridFp8(torch.autograd.Function):
 
 
 def _fp8(x: Tensor, form: FloatFormat, engine: str) -> tuple[Tensor, Tensor]:
-    """The grid's numbers in a dtype that the engine multiplies, and the scale."""
-    if engine == "scaled_mm":  # the cast rounds as `on_grid` does; the largest number's scale keeps the others below it
+    """The grid's numbers, in a dtype that the engine multiplies, and their scale."""
+    if engine == "scaled_mm":  # the cast rounds as `on_grid` does; the scale keeps every number in range
         scale = tensor_scale(x, form)
         return (x.float() * scale.reciprocal()).to(torch.float8_e4m3fn if form is E4M3 else torch.float8_e5m2), scale
     grid, scale = on_grid(x, form)
@@ -159,10 +159,10 @@ def _multiply(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: tor
     if engine == "emulated":
         with without_autocast(a):
             return (a @ b).mul_(a_scale * b_scale).to(dtype)
-    # The product wants a's rows and b's columns contiguous, and k a multiple of 16: tokens are filled up with zeros.
-    missing = -a.shape[1] % 16
-    if missing:
-        a = torch.cat([a, a.new_zeros(a.shape[0], missing)], dim=1)
-        b = torch.cat([b, b.new_zeros(missing, b.shape[1])], dim=0)
+    # The product needs a's rows and b's columns contiguous, and k a multiple of 16: tokens are padded with zeros.
+    padding = -a.shape[1] % 16
+    if padding:
+        a = torch.cat([a, a.new_zeros(a.shape[0], padding)], dim=1)
+        b = torch.cat([b, b.new_zeros(padding, b.shape[1])], dim=0)
     columns = b.t().contiguous().t()
     return torch._scaled_mm(a.contiguous(), columns, scale_a=a_scale, scale_b=b_scale, out_dtype=dtype)

@@ -1,4 +1,4 @@
-"""A linear that runs its unit's product, and the switch that says which."""
+"""A linear that runs its unit's product, and the switch that selects it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class ProductSwitch:
 class SwitchedLinear(Switched, nn.Linear):
     """A linear that runs its unit's product."""
 
-    ours = ("paths", "latest")
+    attributes = ("paths", "latest")
     paths: ProductSwitch
     latest: Latest
 
-    # As it is under torch.compile, so that a choice of units costs no recompilation.
+    # Eager under torch.compile, so that a new choice of units costs no recompilation.
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) -> (..., out_features)."""

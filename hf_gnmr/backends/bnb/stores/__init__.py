@@ -1,4 +1,4 @@
-"""Where the recovery path's weights are kept, and how an active unit gets at them: one file a store, one line in `STORES`.
+"""Where the recovery path's weights are kept, and how an active unit gets them: one file per store, one line in `STORES`.
 
 | `recovery` | class | what is kept |
 |---|---|---|

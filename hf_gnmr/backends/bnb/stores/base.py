@@ -1,6 +1,6 @@
-"""What a store of recovery weights owes the backend, and what it plans.
+"""What a store of recovery weights provides to the backend and to the plan.
 
-A store makes, for each 8-bit module, a function from BF16 input and bias to the BF16 product.  It is told the active set
+For each 8-bit module, a store makes a function from BF16 input and bias to the BF16 product.  It receives the active set
 after every decision, and nothing else.
 """
 
@@ -46,7 +46,7 @@ class PlannedWeights:
     lifted: int
     """Units on the recovery path at a time."""
     cast: bool
-    """The checkpoint is not BF16: originals have to be cast."""
+    """Whether the checkpoint is not BF16, so that originals have to be cast."""
 
     @property
     def slots(self) -> int:
@@ -62,11 +62,11 @@ class Store(ABC):
     """
 
     bytes_added: Counts
-    """What each unit adds on the device while it is active (ΔM), shape (num_units,)."""
+    """Bytes that each unit adds on the device while it is active (ΔM), shape (num_units,)."""
     resident_bytes: int = 0
-    """What the store holds in the device's memory whatever is active (on a CPU: in anonymous memory)."""
+    """Bytes that the store holds in device memory (on a CPU: anonymous memory), whatever is active."""
     host_bytes: int = 0
-    """What it holds in anonymous memory of the host, where that is not the device."""
+    """Bytes that it holds in the host's anonymous memory, where the host is not the device."""
     holds_all: bool = True
     """Whether all units can be active at once, whatever maxO is."""
     source: str
@@ -82,7 +82,7 @@ class Store(ABC):
         """The recovery path of `module`."""
 
     def bound(self, units: int) -> int:
-        """The most that `units` active units can add on the device."""
+        """The most bytes that `units` active units can add on the device."""
         return int(np.sort(self.bytes_added)[-units:].sum()) if units > 0 else 0
 
     def reserve(self, units: int) -> None:
@@ -90,7 +90,7 @@ class Store(ABC):
         return None
 
     def apply(self, active: Bools) -> None:
-        """The set that the next forward runs on the recovery path."""
+        """Take the set of units that the next forward runs on the recovery path."""
         return None
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class Store(ABC):
 
 
 class StoreKind(ABC):
-    """One value of the option `recovery`: how its store is made, and what it takes before there is a model."""
+    """One value of the option `recovery`: how its store is made, and what it needs, planned before there is a model."""
 
     originals_used: ClassVar[bool] = True
     """Whether a lifted unit runs the original weights."""
@@ -130,7 +130,7 @@ class StoreKind(ABC):
             on_accelerator: whether the 8-bit weights are on one.
 
         Raises:
-            SetupError: no originals, or options that this device cannot follow.
+            SetupError: no originals, or options that this device does not support.
         """
 
     @classmethod
@@ -141,7 +141,7 @@ class StoreKind(ABC):
     @classmethod
     @abstractmethod
     def way(cls, options: StoreOptions, on_cpu: bool) -> str:
-        """The key of the way that these options come to."""
+        """The key of the way that these options select."""
 
     @classmethod
     def planned_bounds(cls, planned: PlannedWeights, on_cpu: bool) -> list[int]:
@@ -161,7 +161,7 @@ class Worker:
         self._pool: ThreadPoolExecutor | None = None
 
     def start(self, job: Callable[[], Any]) -> Future[Any]:
-        """Run `job` beside the training, after the jobs before it."""
+        """Run `job` in parallel with training, after the jobs before it."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_gnmr")
         return self._pool.submit(job)

@@ -16,11 +16,11 @@ from .base import Module, PlannedWeights, Store, StoreKind, StoreOptions
 from .residual import CHUNK, Residual, Workspace, decode, encode
 
 EXCEPTIONS = 0.012
-"""Share of weights that are kept besides the residuals, as measured on trained models; for the plan."""
+"""Share of weights stored in addition to the residuals, as measured on trained models; for the plan."""
 
 
 class Decoded(Store, StoreKind):
-    """Both paths resident: codes, scales, and one residual byte a weight, from which originals are decoded at each use."""
+    """Both paths resident: codes, scales, and one residual byte per weight, from which originals are decoded at each use."""
 
     def __init__(self, modules: Sequence[Sequence[Module]], originals: dict[Module, Original]) -> None:
         super().__init__(modules)

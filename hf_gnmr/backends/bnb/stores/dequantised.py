@@ -1,4 +1,4 @@
-"""The store `dequantize`: nothing is kept, the recovery path computes in BF16 on the 8-bit weights."""
+"""The store `dequantize`: nothing is kept; the recovery path computes in BF16 on the 8-bit weights."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The store `host` on a CPU: the mapped checkpoint is used where it lies, and pages of layers that left are given back.
+"""The store `host` on a CPU: the mapped checkpoint is used in place, and pages of layers that left are given back.
 
-What is not BF16 in the checkpoint is held as one BF16 copy.
+Weights that are not BF16 in the checkpoint are held as one BF16 copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .placement import SlotCache
 
 
 class InPlace(Store):
-    """Originals used where they lie, on the CPU. Mapped pages are kept for `units` layers and given back beyond that."""
+    """Originals used in place, on the CPU. Mapped pages are kept for `units` layers and given back beyond that."""
 
     def __init__(self, modules: Sequence[Sequence[Module]], originals: dict[Module, Original], watch: Watch | None) -> None:
         super().__init__(modules)
@@ -33,18 +33,18 @@ class InPlace(Store):
         self.copies = sum(not o.mapped for o in originals.values())
         self._unit = {module: unit for unit, members in enumerate(self.modules) for module in members}
         self._worker = Worker()
-        self._lock = threading.Lock()  # what is held changes, or pages of what is not held go
+        self._lock = threading.Lock()  # guards `_held` while it changes and while pages are given back
         self._active: set[int] = set()
         self.reserve(len(self.modules))
         for tensors in mapped:
-            give_back(tensors)  # what the check of the codes has read
+            give_back(tensors)  # the check of the codes has read them
 
     def product(self, module: Module) -> Product:
         original, unit = self.originals[module], self._unit[module]
         weight, transposed = original.weight, original.transposed
 
         def product(x: Tensor, bias: Tensor | None) -> Tensor:
-            if unit not in self._held:  # evaluation on the recovery path, which passes all units through
+            if unit not in self._held:  # evaluation on the recovery path passes through all units
                 units = self._active | {unit}
                 self._place(units if len(units) <= len(self._cache.slot_sizes) else {unit})
             return multiply(x, weight, bias, transposed)
@@ -52,7 +52,7 @@ class InPlace(Store):
         return product
 
     def reserve(self, units: int) -> None:
-        # What is counted here are units whose pages may be resident, not memory: a "slot" is the mapped tensor itself.
+        # This counts units whose pages may be resident, not memory: a "slot" is the mapped tensor itself.
         self._cache = SlotCache([1] * len(self.modules), units)
         self._held: set[int] = set()
 
@@ -66,19 +66,19 @@ class InPlace(Store):
             self._cache.place(sorted(units))
             return
         if self._watch is not None:
-            self._watch.check()  # before anything counts as done
+            self._watch.check()  # before anything counts as held
         self._cache.place(sorted(units))
         held = {unit for unit in self._cache.holds if unit is not None}
         with self._lock:
-            gone, self._held = self._held - held, held
-        if gone:
-            self._worker.start(lambda: self._give_back(gone))
+            departed, self._held = self._held - held, held
+        if departed:
+            self._worker.start(lambda: self._give_back(departed))
 
     def _give_back(self, units: set[int]) -> None:
-        """Drop the pages of units that left, but of none that has come back before its turn here: it is being read."""
+        """Drop the pages of units that left, except those that have returned in the meantime: they are being read."""
         for unit in sorted(units):
             for tensor in self._mapped[unit]:
-                with self._lock:  # for one tensor, so that a decision does not wait for a whole layer
+                with self._lock:  # per tensor, so that a decision does not wait for a whole layer
                     if unit in self._held:
                         break
                     give_back([tensor])

@@ -1,4 +1,4 @@
-"""Which unit's weights lie in which of a few slots: fixed sizes, least recently used goes first. No tensors here."""
+"""Which unit's weights are in which of a few slots: fixed sizes, least recently used evicted first. No tensors here."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 class SlotCache:
     """Slots for at most `len(slot_sizes)` units at a time.
 
-    A unit that left the active set stays in its slot until the slot is needed, so that one that returns soon costs nothing.
+    A unit that left the active set stays in its slot until the slot is needed: if it returns soon, that costs nothing.
 
     Args:
-        unit_sizes: size of each unit (bytes, elements: any unit of measure, the slots' too).
+        unit_sizes: size of each unit, in any measure (bytes, elements); slot sizes are in the same one.
         slots: number of slots. Their sizes are those of the largest units, so that any `slots` units fit together.
     """
 
@@ -31,7 +31,7 @@ class SlotCache:
         """Make room for all `active` units.
 
         Returns:
-            (unit, slot) for each unit that has to be brought in; the others have one already.
+            (unit, slot) for each unit that has to be brought in; the others already have a slot.
 
         Raises:
             ValueError: more units than slots.
@@ -50,9 +50,9 @@ class SlotCache:
                 if size >= self.unit_sizes[unit] and self.holds[slot] not in needed
             ]
             if not fitting:
-                self._place_anew(active)
+                self._reassign(active)
                 break
-            # The smallest slot that will do; an empty one before a held one, the least recently used unit first.
+            # The smallest slot that fits; an empty one before an occupied one, then the least recently used unit.
             slot = min(fitting, key=lambda s: (self.slot_sizes[s], self._last_used(s)))
             self.holds[slot] = unit
         return [(unit, slot) for slot, unit in enumerate(self.holds) if unit is not None and unit != before[slot]]
@@ -61,8 +61,8 @@ class SlotCache:
         unit = self.holds[slot]
         return -1 if unit is None else self._used[unit]
 
-    def _place_anew(self, active: Sequence[int]) -> None:
-        """Small units sit in slots that a large one needs: largest unit to largest slot, which always fits."""
+    def _reassign(self, active: Sequence[int]) -> None:
+        """Small units occupy slots that a large one needs: largest unit to largest slot, which always fits."""
         self.holds = [None] * len(self.slot_sizes)
         for slot, unit in enumerate(sorted(active, key=lambda u: (-self.unit_sizes[u], u))):
             self.holds[slot] = unit

@@ -1,10 +1,10 @@
-"""Original BF16 weights as one byte more beside the 8-bit codes.
+"""Original BF16 weights as one extra byte beside the 8-bit codes.
 
 With base = bf16(code · scale / 127), the bit patterns of an original weight and of its base, read as 16-bit integers, are
-close by: in the format each step of the pattern is one representable number. The difference fits in a signed byte nearly
-everywhere that code ≠ 0; where it does not, the pattern itself is kept on the side, with its index. About 1% of weights are
-such exceptions, so that code, residual and exceptions make about 2.07 bytes a weight, and the decoded weight is the original
-bit for bit.
+close: neighbouring patterns are neighbouring representable numbers. The difference fits in a signed byte nearly
+everywhere that code ≠ 0; where it does not, the pattern itself is stored separately, with its index. About 1% of weights
+are such exceptions, so that code, residual and exceptions take about 2.07 bytes per weight, and the decoded weight is the
+original bit for bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Residual:
-    """What has to be kept of one module's original beside its codes and scales."""
+    """What has to be stored of one module's original, in addition to its codes and scales."""
 
     bytes_: Tensor
     """int8, shape (out, in): difference of bit patterns; 0 at exceptions."""
@@ -64,7 +64,7 @@ def encode(original: Tensor, codes: Tensor, scale: Tensor, workspace: Workspace)
 
 
 def decode(residual: Residual, codes: Tensor, scale: Tensor, workspace: Workspace) -> Tensor:
-    """The original weight, BF16 (out, in), in the workspace: valid until the next decoding there."""
+    """The original weight, BF16 (out, in), in the workspace: valid until the next decode into it."""
     weight = _base(codes, scale, workspace)
     weight.view(torch.int16).add_(residual.bytes_)
     weight.view(torch.int16).view(-1).index_put_((residual.index,), residual.pattern)

@@ -1,4 +1,4 @@
-"""The store `host` on an accelerator: originals on the host, a few slots on the device, copies beside the computation."""
+"""The store `host` on an accelerator: originals on the host, a few slots on the device, copies during the computation."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Slots(Store):
     Args:
         modules: the 8-bit modules of each unit.
         originals: their original weights, in the checkpoint's dtype.
-        watch: on the files that are mapped; None: none is.
+        watch: on the mapped files; None: no file is mapped.
         pin: hold the originals in pinned host memory, in BF16.
-        copy: (destination, source) -> None; the copy of one weight.
+        copy: (destination, source) -> None; copies one weight.
     """
 
     holds_all = False
@@ -86,7 +86,7 @@ class Slots(Store):
                 try:
                     arrival.wait()
                 except BaseException:
-                    self._forget(self._unit[module])  # half a copy must never pass for the weights
+                    self._forget(self._unit[module])  # a partial copy must never pass for the weights
                     raise
                 waiting.pop(module, None)
             return multiply(x, views[module], bias, transposed)
@@ -98,8 +98,8 @@ class Slots(Store):
         self._place(self._active)
 
     def _demand(self, unit: int) -> None:
-        """Bring in a unit that is not there: evaluation on the recovery path passes all units through the slots, and no
-        backward asks for them again; the first lifted layer after it brings all lifted ones back."""
+        """Bring in a unit that has no slot: evaluation on the recovery path passes all units through the slots, and no
+        backward needs them again; the first lifted layer afterwards brings all lifted ones back."""
         units = self._active | {unit}
         fits = all(sum(u in units for u in slots.members) <= len(slots.buffers) for slots in self._by_device.values())
         self._place(units if fits else {unit})
@@ -108,7 +108,7 @@ class Slots(Store):
         if not self._by_device:
             self.reserve(len(self.modules))
         if self._watch is not None and any(slots.lacks(units) for slots in self._by_device.values()):
-            self._watch.check()  # before anything counts as done
+            self._watch.check()  # before anything counts as held
         for device, slots in self._by_device.items():
             brought = slots.place(units)
             for unit in set(slots.members) - slots.held():
@@ -122,7 +122,7 @@ class Slots(Store):
             self._waiting.pop(module, None)
 
     def _forget(self, unit: int) -> None:
-        """As if the unit had never been brought in."""
+        """Undo bringing in the unit."""
         self._drop(unit)
         for slots in self._by_device.values():
             slots.remove(unit)
@@ -136,14 +136,14 @@ class Slots(Store):
             offset += source.numel()
             self._views[module] = view
             pairs.append((view, source))
-        # What still reads the slot (the backward of this step) was queued before this point.
+        # Work that still reads the slot (the backward of this step) was queued before this point.
         arrival = _Arrival(device)
         arrival.future = self._worker.start(lambda: arrival.run(self._copy, pairs))
         for module in self.modules[unit]:
             self._waiting[module] = arrival
 
     def bound(self, units: int) -> int:
-        # Each device has slots for as many units as may be chosen among its own.
+        # Each device has slots for as many of its own units as may be chosen.
         by_device: dict[Any, list[int]] = {}
         for unit, device in enumerate(self._devices):
             if device is not None:
@@ -169,7 +169,7 @@ class Slots(Store):
 
 
 class _DeviceSlots:
-    """The slots on one device and the units that live there."""
+    """The slots on one device, and the units of that device."""
 
     def __init__(self, device: torch.device, members: list[int], sizes: list[int], slots: int) -> None:
         self.members = members
@@ -177,7 +177,7 @@ class _DeviceSlots:
         self.buffers = [torch.empty(size, dtype=torch.bfloat16, device=device) for size in self.cache.slot_sizes]
 
     def place(self, units: set[int]) -> list[tuple[int, Tensor]]:
-        """(unit that comes, its buffer) for each slot that is filled anew."""
+        """(unit, its buffer) for each slot that has to be filled."""
         brought = self.cache.place([i for i, unit in enumerate(self.members) if unit in units])
         return [(self.members[i], self.buffers[slot]) for i, slot in brought]
 
@@ -186,7 +186,7 @@ class _DeviceSlots:
         return {self.members[i] for i in self.cache.holds if i is not None}
 
     def lacks(self, units: set[int]) -> bool:
-        """Whether one of `units` that lives here has no slot."""
+        """Whether one of `units` on this device has no slot."""
         return bool(units & set(self.members) - self.held())
 
     def remove(self, unit: int) -> None:
@@ -196,7 +196,7 @@ class _DeviceSlots:
 
 
 class _Arrival:
-    """A unit's weights on their way: waited for where the unit's forward first needs them, on the device if it can be."""
+    """A unit's weights in transfer: waited for where the unit's forward first needs them, on the device if possible."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -208,7 +208,7 @@ class _Arrival:
             self._done = torch.cuda.Event()
 
     def run(self, copy: Callable[[Tensor, Tensor], Any], pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """In the worker: all of a unit's copies, on a stream of their own."""
+        """Runs in the worker: all copies of a unit, on a separate stream."""
         if not self._cuda:
             for destination, source in pairs:
                 copy(destination, source)
@@ -221,7 +221,7 @@ class _Arrival:
             self._done.record(stream)
 
     def wait(self) -> None:
-        """Make what comes next on the current stream wait; the host waits only until the copies are queued."""
+        """Make later work on the current stream wait; the host waits only until the copies are queued."""
         assert self.future is not None
         self.future.result()
         if self._cuda:
