@@ -1,6 +1,6 @@
 """A slow, literal twin of the controller: plain Python, whole histories kept, one unit at a time.
 
-It shares no code with `hf_gnmr.control.controller`; the property tests hold the vectorised version against it.
+It shares no code with `hf_gnmr.control.controller`; the property tests compare the vectorised version with it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ReferenceController:
 
 
 def mean(values):
-    # Exact sum, so that the vectorised version is held against the true mean and not against another rounding.
+    # Exact sum, so that the vectorised version is compared with the true mean and not with another rounding.
     return float(sum(Fraction(v) for v in values) / len(values))
 
 
