@@ -1,4 +1,4 @@
-"""Tiny random configurations of the architectures that people bring: three layers each, all of the kinds of linears."""
+"""Tiny random configurations of common architectures: three layers each, with every kind of linear."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ GEMMA3_TEXT = {**GROUPED, "head_dim": 16}
 
 @dataclass(frozen=True)
 class Architecture:
-    """One model class, its configuration and what is expected of it."""
+    """One model class, its configuration, and what a test expects."""
 
     model: type
     config: Any
     layers: str
     """Name of the list of decoder layers."""
     switched: int
-    """8-bit modules of a layer."""
+    """8-bit modules per layer."""
     bias: bool = False
     """Whether some of them have a bias."""
     tied: bool = False
     """Whether the output head is the embedding."""
     experts: str | None = None
-    """Class of a layer's fused experts, which bitsandbytes leaves as they are."""
+    """Class of a layer's fused experts, which bitsandbytes does not quantise."""
     targets: Any = "all-linear"
     """LoRA targets."""
 

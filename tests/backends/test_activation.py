@@ -68,8 +68,8 @@ def test_forward_and_gradients(dtype, autocast, kind, low, recovery):
     lifted = NONE.copy()
     lifted[[0, 5, 13]] = True
     backend.apply(lifted)
-    ours, grads = step(model, autocast)
-    assert torch.equal(ours, logits), "the forward is the plain one's, bit for bit"
+    quantised, grads = step(model, autocast)
+    assert torch.equal(quantised, logits), "the forward is the plain one's, bit for bit"
     compute = torch.bfloat16 if autocast else dtype
     for unit in units:
         form = format_of("bits", kind, recovery if lifted[unit.index] else low)
@@ -95,15 +95,16 @@ def test_forward_and_gradients(dtype, autocast, kind, low, recovery):
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_16_bits_are_the_plain_linear_bit_for_bit(autocast, bias):
+@pytest.mark.parametrize("exact", [False, True], ids=["recovery in 16 bits", "apply_exact"])
+def test_16_bits_are_the_plain_linear_bit_for_bit(autocast, bias, exact):
     biases = {"attention_bias": bias, "mlp_bias": bias}
     logits, plain = step(random_llama(**biases), autocast)
     model = random_llama(**biases)
     backend = ActivationBackend(model, find_projections(model), bits_low=4, bits_recovery=16)
-    for switch in (lambda: backend.apply(ALL), backend.apply_exact):
-        switch()
-        ours, grads = step(model, autocast)
-        assert torch.equal(ours, logits) and all(torch.equal(grads[n], plain[n]) for n in plain)
+    for _ in range(2):
+        backend.apply_exact() if exact else backend.apply(ALL)
+        lifted, grads = step(model, autocast)
+        assert torch.equal(lifted, logits) and all(torch.equal(grads[n], plain[n]) for n in plain)
         backend.apply(NONE)
         name = "model.layers.0.mlp.up_proj.weight"
         assert not torch.equal(step(model, autocast)[1][name], plain[name])
@@ -116,8 +117,8 @@ def kept_bytes(model, autocast=False, projections_only=False):
 
     def pack_hook(tensor):
         storage = tensor.untyped_storage()
-        ours = inside or not projections_only
-        if storage.data_ptr() not in parameters and ours and tuple(tensor.shape[-2:]) not in weights:
+        counted = inside or not projections_only
+        if storage.data_ptr() not in parameters and counted and tuple(tensor.shape[-2:]) not in weights:
             seen[storage.data_ptr()] = storage.nbytes()
         return tensor
 
@@ -159,24 +160,27 @@ def test_what_is_counted_is_what_is_kept(autocast, lifted):
 def test_bytes_count_while_a_backward_needs_them():
     model = random_llama()
     backend = ActivationBackend(model, find_projections(model), bits_recovery=16)
-    one = 3 * sum(packed_bytes(IDS.numel(), n, E2M1) for n in (64, 64, 64, 128))
+    micro_batch = 3 * sum(packed_bytes(IDS.numel(), n, E2M1) for n in (64, 64, 64, 128))
 
     def forward():
         return model(input_ids=IDS, labels=IDS).loss
 
     for _ in range(3):
         forward().backward()
-    assert backend.step_figures()["saved_bytes"] == one, "micro-batches follow each other"
+    assert backend.step_figures()["saved_bytes"] == micro_batch, "micro-batches follow each other"
     (forward() + forward()).backward()
-    assert backend.step_figures()["saved_bytes"] == 2 * one, "a loss of two forwards holds both"
+    assert backend.step_figures()["saved_bytes"] == 2 * micro_batch, "a loss of two forwards holds both"
     loss = forward()
     loss.backward(retain_graph=True)
     loss.backward()
     forward()
-    assert backend.step_figures()["saved_bytes"] == one, "one that is dropped without a backward is let go of too"
+    assert backend.step_figures()["saved_bytes"] == micro_batch, "one that is dropped without a backward is released too"
     for p in model.model.layers[0].parameters():
         p.requires_grad_(False)
-    for switch, size in ((lambda: backend.apply(NONE), one // 3 * 2), (backend.apply_exact, 2 * IDS.numel() * 320 * 4)):
+    for switch, size in (
+        (lambda: backend.apply(NONE), micro_batch // 3 * 2),
+        (backend.apply_exact, 2 * IDS.numel() * 320 * 4),
+    ):
         switch()
         for _ in range(4):
             forward().backward()
@@ -184,20 +188,20 @@ def test_bytes_count_while_a_backward_needs_them():
     with torch.autograd.graph.save_on_cpu():
         loss = forward()
     loss.backward()
-    assert backend.step_figures()["saved_bytes_low"] == one // 3 * 2
+    assert backend.step_figures()["saved_bytes_low"] == micro_batch // 3 * 2
 
 
-def test_doras_question_for_its_weight_is_no_activation():
+def test_doras_read_of_its_weight_is_no_activation():
     plain = with_lora(random_llama().requires_grad_(False), trained=True, use_dora=True)
     logits, expected = step(plain)
     model = with_lora(random_llama().requires_grad_(False), trained=True, use_dora=True)
     backend = ActivationBackend(model, find_projections(model), bits_recovery=16)
-    ours, grads = step(model)
-    assert torch.equal(ours, logits)
+    quantised, grads = step(model)
+    assert torch.equal(quantised, logits)
     assert {n for n in grads if not torch.equal(grads[n], expected[n])} == {n for n in grads if "lora_A" in n}
     figures = backend.step_figures()
     assert figures["saved_tokens"] == IDS.numel()
-    # DoRA hands q, k and v dropouts' outputs of their own only with dropout: without it they share.
+    # DoRA passes q, k and v separate dropout outputs only with dropout: without it they share.
     assert figures["saved_bytes"] == 3 * sum(packed_bytes(IDS.numel(), n, E2M1) for n in (64, 64, 64, 128))
     backend.apply(ALL)
     assert all(torch.equal(g, expected[n]) for n, g in step(model)[1].items())
@@ -208,16 +212,21 @@ def test_units_that_lifting_cannot_reach_are_named(trainer_for, tmp_path, capsys
     config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["up_proj.weight"])
     model = get_peft_model(random_llama(), config)
     trainer_for(model, GNMRCallback(backend="activation", trigger="jacobian", max_o=6)).train()
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("GNMR: ")]
-    assert sum("LIFTING CHANGES NOTHING for 3 of 6 units (model.layers.0.mlp.up_proj," in line for line in said) == 1
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("GNMR: ")]
+    assert sum("LIFTING CHANGES NOTHING for 3 of 6 units (model.layers.0.mlp.up_proj," in line for line in printed) == 1
     # Layer 0's queries read the embedding, which LoRA has frozen.
-    assert sum("NO SIGNAL of trigger 'jacobian' from 1 of 6 units (model.layers.0.self_attn.q_proj)" in s for s in said) == 1
+    assert (
+        sum(
+            "NO SIGNAL of trigger 'jacobian' from 1 of 6 units (model.layers.0.self_attn.q_proj)" in line for line in printed
+        )
+        == 1
+    )
 
 
-def test_nothing_is_said_where_all_can_be_reached(trainer_for, tmp_path, capsys):
+def test_nothing_is_reported_where_lifting_reaches_all_units(trainer_for, tmp_path, capsys):
     trainer_for(random_llama(), GNMRCallback(backend="activation", trigger="jacobian", max_o=6)).train()
-    said = capsys.readouterr().out
-    assert "LIFTING CHANGES NOTHING" not in said and "NO SIGNAL" not in said
+    printed = capsys.readouterr().out
+    assert "LIFTING CHANGES NOTHING" not in printed and "NO SIGNAL" not in printed
 
 
 @pytest.mark.parametrize("kind", ["float", "int"])
@@ -233,8 +242,8 @@ def test_memory_is_measured_and_shared_by_projections_that_read_the_same_input(k
     backend.apply(NONE)
     assert backend.step_figures() == {"saved_bytes": all_low, "saved_bytes_low": all_low, "saved_tokens": rows}
     assert backend.recovery_bytes(NONE) == 0
-    # The inputs themselves go: each of them 4 bytes a number, o's excepted (attention keeps its output as well), and the
-    # product of gate and up, which the multiplication does not need.
+    # The inputs themselves are no longer kept: 4 bytes per number each, except o's (attention keeps its output as well),
+    # and the product of gate and up, which the multiplication does not need.
     assert plain - quantised >= 3 * 4 * rows * (64 + 128) - all_low
     lifted = NONE.copy()
     lifted[1] = True  # k of layer 0: alone with its input in 8 bits, q and v keep the low copy
@@ -250,16 +259,22 @@ def test_memory_is_measured_and_shared_by_projections_that_read_the_same_input(k
     assert backend.recovery_bytes_bound(3) * rows >= backend.recovery_bytes(lifted)
 
 
-def test_no_gradient_keeps_nothing_and_a_changed_input_is_packed_anew():
+def test_nothing_is_kept_without_gradients():
     model = random_llama()
     backend = ActivationBackend(model, find_projections(model))
     with torch.no_grad():
         model(input_ids=IDS)
     backend.apply(NONE)
     assert backend.step_figures()["saved_bytes"] == 0
+
+
+@pytest.mark.parametrize("changes", [[False, True], [True, False]], ids=["changed last", "changed first"])
+def test_a_changed_input_is_packed_again(changes):
+    model = random_llama()
+    ActivationBackend(model, find_projections(model))
     q, k = model.model.layers[0].self_attn.q_proj, model.model.layers[0].self_attn.k_proj
     x = torch.randn(4, 64)
-    for changed in (False, True):
+    for changed in changes:
         x.copy_(torch.randn(4, 64))
         q.zero_grad()
         k.zero_grad()
@@ -272,22 +287,24 @@ def test_no_gradient_keeps_nothing_and_a_changed_input_is_packed_anew():
         torch.testing.assert_close(q.weight.grad[0], now / 3 if changed else now)
 
 
-def test_odd_shapes_outliers_and_empty_batches():
+@pytest.mark.parametrize(
+    "x",
+    [torch.zeros(0, 7, 33), torch.randn(1, 33), torch.randn(3, 1, 33) * 1e20, torch.zeros(2, 33), torch.randn(33)],
+    ids=["empty", "one row", "outliers", "zeros", "vector"],
+)
+def test_odd_shapes_outliers_and_empty_batches(x):
     layer = torch.nn.Linear(33, 5)
     holder = random_llama()
     holder.model.layers[0].mlp.up_proj = layer
     units = [u for u in find_projections(holder) if u.module is layer]
     backend = ActivationBackend(holder, units)
-    for x in (torch.zeros(0, 7, 33), torch.randn(1, 33), torch.randn(3, 1, 33) * 1e20, torch.zeros(2, 33), torch.randn(33)):
-        layer.zero_grad()
-        x.requires_grad_()
-        y = layer(x)
-        y.sum().backward()
-        assert layer.weight.grad.shape == (5, 33) and x.grad.shape == x.shape and torch.isfinite(layer.weight.grad).all()
+    x = x.clone().requires_grad_()
+    layer(x).sum().backward()
+    assert layer.weight.grad.shape == (5, 33) and x.grad.shape == x.shape and torch.isfinite(layer.weight.grad).all()
     backend.remove()
 
 
-def test_under_lora_it_is_the_input_of_a_that_is_kept():
+def test_under_lora_the_input_of_a_is_kept():
     torch.manual_seed(0)
     model = with_lora(random_llama().requires_grad_(False), trained=True)
     logits, plain = step(model)
@@ -295,10 +312,10 @@ def test_under_lora_it_is_the_input_of_a_that_is_kept():
     assert len(units) == 21 and units[0].name == "model.layers.0.self_attn.q_proj"
     assert all(len(unit.parameters) == 2 for unit in units)
     backend = ActivationBackend(model, units)
-    ours, grads = step(model)
+    quantised, grads = step(model)
     backend.apply(NONE)
     figures = backend.step_figures()
-    assert torch.equal(ours, logits)
+    assert torch.equal(quantised, logits)
     changed = {n for n in grads if not torch.equal(grads[n], plain[n])}
     assert changed == {n for n in grads if "lora_A" in n}
     assert figures["saved_bytes"] == 3 * sum(packed_bytes(IDS.numel(), n, E2M1) for n in (64, 64, 64, 128))
@@ -345,14 +362,18 @@ def test_under_compile_the_projections_stay_as_they_are():
     assert backend.step_figures()["saved_tokens"] == IDS.numel()
 
 
-def test_a_copy_or_a_saved_model_has_plain_linears(tmp_path):
+@pytest.mark.parametrize("how", ["copied", "saved"])
+def test_a_copy_or_a_saved_model_has_plain_linears(how, tmp_path):
     model = random_llama()
     backend = ActivationBackend(model, find_projections(model))
     logits, _ = step(model)
-    torch.save(model, tmp_path / "model.pt")
-    for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
-        assert all(type(m) is torch.nn.Linear for n, m in other.named_modules() if n.endswith("_proj"))
-        assert torch.equal(step(other)[0], logits)
+    if how == "copied":
+        twin = copy.deepcopy(model)
+    else:
+        torch.save(model, tmp_path / "model.pt")
+        twin = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert all(type(m) is torch.nn.Linear for n, m in twin.named_modules() if n.endswith("_proj"))
+    assert torch.equal(step(twin)[0], logits)
     backend.apply(NONE)
     assert backend.step_figures()["saved_tokens"] == IDS.numel()
 
@@ -368,15 +389,15 @@ def test_two_sessions_on_one_model_do_not_undo_each_other():
     assert all(type(m) is torch.nn.Linear for n, m in model.named_modules() if n.endswith("_proj"))
 
 
-def test_modules_that_go_past_it_or_are_shared_are_refused():
+def test_modules_with_a_custom_forward_or_shared_ones_are_refused():
     model = random_llama()
     up = model.model.layers[1].mlp.up_proj
     up.forward = up.forward  # as accelerate's hooks leave it
-    with pytest.raises(SetupError, match="a forward of its own"):
+    with pytest.raises(SetupError, match="has a custom forward"):
         ActivationBackend(model, find_projections(model))
     del up.forward
     model.model.layers[2] = model.model.layers[0]
-    with pytest.raises(SetupError, match="are one module"):
+    with pytest.raises(SetupError, match="are the same module"):
         ActivationBackend(model, find_projections(model))
 
 
@@ -384,8 +405,8 @@ def test_doubles_under_autocast_stay_doubles():
     model = random_llama().double()
     logits, plain = step(model, autocast=True)
     backend = ActivationBackend(model, find_projections(model), bits_low=4, bits_recovery=16)
-    ours, _ = step(model, autocast=True)
-    assert torch.equal(ours, logits)
+    quantised, _ = step(model, autocast=True)
+    assert torch.equal(quantised, logits)
     backend.apply(ALL)
     assert all(torch.equal(g, plain[n]) for n, g in step(model, autocast=True)[1].items())
 
@@ -404,7 +425,7 @@ def test_routers_of_experts_are_left_alone():
     assert names and all("self_attn" in name for name in names), "fused experts are no linears, and the router is left out"
 
 
-def test_what_cannot_work_is_refused(tiny, trainer_for):
+def test_models_that_are_refused(tiny, trainer_for):
     with pytest.raises(SetupError, match=r"no projection .* Conv1D"):
         find_projections(GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=64)))
     model = random_llama()
@@ -428,11 +449,11 @@ def test_what_cannot_work_is_refused(tiny, trainer_for):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bits_low": 1, "format": "int"}, "bits_low=1: 2, 3"),
-        ({"bits_low": 5}, "bits_low=5: 4, 6, 8 or 16"),
+        ({"bits_low": 1, "format": "int"}, "bits_low=1: expected 2, 3"),
+        ({"bits_low": 5}, "bits_low=5: expected 4, 6, 8 or 16"),
         ({"bits_recovery": 32}, "bits_recovery=32"),
-        ({"bits_low": 8}, "bits_recovery=8: more than bits_low=8"),
-        ({"bits_low": 16}, "more than bits_low=16"),
+        ({"bits_low": 8}, "bits_recovery=8: expected more than bits_low=8"),
+        ({"bits_low": 16}, "expected more than bits_low=16"),
         ({"bits_low": 4.0}, "bits_low=4.0"),
         ({"format": "fp"}, "format='fp'"),
         ({"unit": "expert"}, "unit='expert'"),
@@ -441,7 +462,7 @@ def test_what_cannot_work_is_refused(tiny, trainer_for):
         ({"eval_path": "recovery"}, "eval_path"),
     ],
 )
-def test_options_that_are_not_allowed(options, message):
+def test_options_that_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         Options(backend="activation", **options)
     if "bits_low" in options:

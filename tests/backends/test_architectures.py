@@ -68,8 +68,8 @@ def test_both_ends_bit_for_bit_and_each_layer_by_itself(arch):
     assert [(u.layer, u.name) for u in units] == [(i, f"{architecture.layers}.{i}") for i in range(3)]
     backend = Int8Backend(model, units, eval_path="active")
 
-    def agree(ours, theirs):
-        return [torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)]
+    def agree(states_now, expected):
+        return [torch.equal(a, b) for a, b in zip(states_now, expected, strict=True)]
 
     assert all(agree(states(model), plain))
     for layer in range(3):
@@ -85,7 +85,7 @@ def test_both_ends_bit_for_bit_and_each_layer_by_itself(arch):
     assert all(agree(states(model), plain))
 
 
-def test_the_census_says_what_is_switched_and_what_is_not(arch):
+def test_the_census_reports_what_is_switched_and_what_is_not(arch):
     architecture, _ = arch
     model = with_lora(load(arch, int8=True), target_modules=architecture.targets)
     units = find_units(model)
@@ -136,8 +136,8 @@ def test_heads_embeddings_and_towers_are_left_alone(arch):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2-moe"])
-def test_adapters_on_fused_experts_of_which_a_step_uses_few(name, tmp_path, trainer_for):
-    """A batch of two tokens reaches few of the experts; the others' adapters get no or zero gradients."""
+def test_adapters_on_fused_experts_when_a_step_uses_few_of_them(name, tmp_path, trainer_for):
+    """A batch of two tokens reaches few of the experts; the adapters of the others get no gradient, or zeros."""
     architecture = ARCHITECTURES[name]
     torch.manual_seed(0)
     architecture.model(architecture.config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
@@ -152,8 +152,8 @@ def test_adapters_on_fused_experts_of_which_a_step_uses_few(name, tmp_path, trai
     assert not any(line["triggered"] for line in lines)
 
 
-def test_linears_that_bitsandbytes_passes_over_are_refused(tmp_path, trainer_for):
-    """Falcon's linears are a class of their own: transformers' 8-bit loading leaves them in 16 bits, with a warning only."""
+def test_linears_that_bitsandbytes_skips_are_refused(tmp_path, trainer_for):
+    """Falcon's linears are a custom class: transformers' 8-bit loading leaves them in 16 bits, with only a warning."""
     config = hf.FalconConfig(vocab_size=128, hidden_size=64, num_hidden_layers=3, num_attention_heads=4)
     hf.FalconForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
     model = hf.FalconForCausalLM.from_pretrained(

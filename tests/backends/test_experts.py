@@ -70,7 +70,7 @@ def test_both_ends_whatever_implementation_the_model_is_set_to(implementation, k
         backend = Fp8Backend(model, units, emulate=True)
         low = step(model)
         assert not torch.equal(low[0], plain[0])
-        assert low_eager is None or same(low, low_eager), "in few bits the model's own loop runs, whatever is set"
+        assert low_eager is None or same(low, low_eager), "in few bits the model's own loop runs, whatever is configured"
         low_eager = low
         backend.apply(backend.recoverable)
         assert same(step(model), plain if model.config._experts_implementation == implementation else step(mixtral()))
@@ -98,7 +98,8 @@ def literal_experts(module, states, chosen, weights, quantised):
     return out
 
 
-def test_each_expert_runs_its_own_path():
+@pytest.mark.parametrize("lifted", [[], [0, 2], [0, 1, 2], [0, 1, 2, 3]], ids=str)
+def test_each_expert_runs_its_own_path(lifted):
     model = mixtral()
     units = find_experts(model, each=True)
     assert [u.name for u in units] == [f"model.layers.{layer}.mlp.experts.{i}" for layer in range(2) for i in range(4)]
@@ -108,21 +109,20 @@ def test_each_expert_runs_its_own_path():
     states, chosen = torch.randn(11, 64), torch.stack([torch.randperm(4)[:2] for _ in range(11)])
     weights = torch.rand(11, 2)
     backend = LowBitBackend(model, units, bits_recovery=16)
-    for lifted in ([], [0, 2], [0, 1, 2], [0, 1, 2, 3]):
-        active = np.zeros(8, dtype=bool)
-        active[lifted] = True
-        backend.apply(active)
-        quantised = ~active[:4]
+    active = np.zeros(8, dtype=bool)
+    active[lifted] = True
+    for mask in (active, np.zeros(8, dtype=bool), active):
+        backend.apply(mask)
         with torch.no_grad():
             torch.testing.assert_close(
                 experts(states, chosen, weights),
-                literal_experts(experts, states, chosen, weights, quantised),
+                literal_experts(experts, states, chosen, weights, quantised=~mask[:4]),
                 rtol=1e-4,
                 atol=1e-6,
             )
 
 
-def test_gradients_of_experts_are_read_apart_and_unused_ones_are_not_read():
+def test_gradients_of_experts_are_read_separately_and_unused_ones_are_not_read():
     model = mixtral()
     with torch.no_grad():  # expert 3 of layer 1 is never chosen
         model.model.layers[1].mlp.gate.weight[3] = 0
@@ -194,26 +194,27 @@ def test_a_training_shows_which_experts_were_lifted_and_leaves_unused_ones_alone
     ],
     ids=["qwen2_moe", "qwen3_moe", "deepseek_v3"],
 )
-def test_other_mixtures(config, cls, count):
+@pytest.mark.parametrize("kind", ["layer", "experts", "expert"])
+def test_other_mixtures(config, cls, count, kind):
     torch.manual_seed(0)
     model = cls(config).train()
     plain = step(model)
-    experts = find_experts(model, each=True)
-    assert len(experts) == count
-    for units in (find_units(model), find_experts(model), experts):
-        backend = LowBitBackend(model, units)
-        low = step(model)
-        assert not torch.equal(low[0], plain[0]) and torch.isfinite(low[0]).all()
-        switched = {n.rpartition(".")[2] for n, m in model.named_modules() if type(m).__name__.startswith("Switched")}
-        assert "experts" in switched and not switched & {"gate", "shared_expert_gate", "lm_head", "embed_tokens"}
-        backend.apply_exact()
-        assert same(step(model), plain)
-        backend.remove()
+    units = find_units(model) if kind == "layer" else find_experts(model, each=kind == "expert")
+    assert kind != "expert" or len(units) == count
+    backend = LowBitBackend(model, units)
+    low = step(model)
+    assert not torch.equal(low[0], plain[0]) and torch.isfinite(low[0]).all()
+    switched = {n.rpartition(".")[2] for n, m in model.named_modules() if type(m).__name__.startswith("Switched")}
+    assert "experts" in switched and not switched & {"gate", "shared_expert_gate", "lm_head", "embed_tokens"}
+    backend.apply_exact()
+    assert same(step(model), plain)
+    backend.remove()
+    assert same(step(model), plain)
 
 
 @pytest.mark.parametrize("kind", ["plain", "ours", "elsewhere"])
 def test_a_mixture_resumes_bit_for_bit(kind, trainer_for, tmp_path):
-    """transformers saves fused experts one by one, and its Trainer passes over them when it resumes."""
+    """transformers saves fused experts one by one, and its Trainer skips them when it resumes."""
     options = {"backend": "fp8", "emulate": True, "unit": "expert", "alpha": 0.9, "alpha_init_fraction": 0.0, "beta": None}
     model = mixtral()
     trainer_for(model, GNMRCallback(**options), save_strategy="steps", save_steps=3, max_steps=6).train()
@@ -223,7 +224,7 @@ def test_a_mixture_resumes_bit_for_bit(kind, trainer_for, tmp_path):
         checkpoint = (tmp_path / "moved").resolve()
         (tmp_path / "run" / "checkpoint-3").rename(checkpoint)
     resumed = mixtral()
-    with torch.no_grad():  # nothing of it must be left
+    with torch.no_grad():  # all of it must be overwritten
         for p in resumed.parameters():
             p.add_(1.0)
     trainer = trainer_for(resumed, GNMRCallback(**options), save_strategy="no", max_steps=6)
@@ -236,7 +237,7 @@ def test_a_mixture_resumes_bit_for_bit(kind, trainer_for, tmp_path):
     assert all(torch.equal(p, weights[n]) for n, p in resumed.named_parameters())
 
 
-def test_the_best_of_a_mixture_is_loaded_whole(trainer_for, tmp_path):
+def test_the_best_checkpoint_of_a_mixture_is_loaded_completely(trainer_for, tmp_path):
     model = mixtral()
     callback = GNMRCallback(backend="fp8", emulate=True, unit="expert")
     trainer = trainer_for(
@@ -259,7 +260,7 @@ def test_the_best_of_a_mixture_is_loaded_whole(trainer_for, tmp_path):
     assert all(torch.equal(p, best.get_parameter(n)) for n, p in model.named_parameters())
 
 
-def test_routers_are_known_by_any_part_of_their_name():
+def test_routers_are_recognised_by_any_part_of_their_name():
     layer = nn.Module()
     layer.gate = nn.Module()
     layer.gate.wg = nn.Linear(8, 4)  # HunYuan's
@@ -304,7 +305,7 @@ def test_experts_as_a_list_of_modules():
     backend.remove()
 
 
-def test_what_is_refused():
+def test_models_that_are_refused():
     from conftest import tiny_config
     from transformers import LlamaForCausalLM
 
@@ -336,17 +337,17 @@ def test_what_is_refused():
         GNMRCallback(backend="lowbit", unit="expert", trigger="jacobian")
 
 
-def test_copies_are_plain_and_experts_that_multiply_otherwise_are_told():
+def test_copies_are_plain_and_experts_that_multiply_differently_are_refused():
     model = mixtral()
     backend = LowBitBackend(model, find_experts(model))
     twin = copy.deepcopy(model)
     assert type(twin.model.layers[0].mlp.experts).__name__ == "MixtralExperts"
     assert not any("paths" in vars(m) for m in twin.modules())
     experts = model.model.layers[0].mlp.experts
-    for name in ("gate_up_proj", "down_proj"):  # weights that are no slices of its own tensors any more
+    for name in ("gate_up_proj", "down_proj"):  # weights that are no longer slices of its own tensors
         tensor = getattr(experts, name)
         experts._parameters.pop(name)
         experts.__dict__[name] = tensor.detach().clone()
-    with pytest.raises(SetupError, match="multiplied by none of its weights"):
+    with pytest.raises(SetupError, match="called F.linear with none of its own weights"):
         model(input_ids=IDS)
     backend.remove()

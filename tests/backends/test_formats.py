@@ -74,8 +74,8 @@ def test_rounding_is_that_of_ml_dtypes(form, dtype):
         ]
     ).astype(np.float32)
     values = torch.from_numpy(values).to(dtype).float()
-    ours = form.round_(values.clone()).numpy()
-    np.testing.assert_array_equal(ours, by_oracle(form, values.numpy()))
+    rounded = form.round_(values.clone()).numpy()
+    np.testing.assert_array_equal(rounded, by_oracle(form, values.numpy()))
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda f: f.name)
@@ -101,27 +101,27 @@ def matrices(draw):
 
 @settings(max_examples=60, deadline=None)
 @given(matrices(), st.sampled_from(FORMATS))
-def test_packed_is_quantised_and_takes_the_bits_it_says(x, form):
+def test_packed_is_quantised_and_takes_the_stated_bits(x, form):
     packed = pack(x, form)
     assert packed.nbytes == packed_bytes(*x.shape, form) == sum(p.numel() for p in packed.planes) + 4 * x.shape[0]
     back = unpack(packed)
     assert back.dtype == x.dtype and torch.equal(back, quantise_rows(x, form))
-    for row, ours in zip(x.double().tolist(), back.double().tolist(), strict=True):
+    for row, unpacked in zip(x.double().tolist(), back.double().tolist(), strict=True):
         largest = max(map(abs, row))
         coarsest = 1.0 if isinstance(form, IntFormat) else 2.0 ** (math.floor(math.log2(form.largest)) - form.mantissa_bits)
         step = largest / form.largest * coarsest
-        for a, b in zip(row, ours, strict=True):
+        for a, b in zip(row, unpacked, strict=True):
             assert abs(a - b) <= 0.51 * step + 0.01 * largest + 1e-36
             assert abs(b) <= largest * 1.01
 
 
-def test_integers_are_the_explicit_formula():
-    x = torch.randn(7, 33)
-    for bits in range(2, 9):
-        largest = 2 ** (bits - 1) - 1
-        scale = x.abs().amax(dim=1, keepdim=True) / largest
-        expected = torch.round(x / scale).clamp(-largest, largest) * scale
-        torch.testing.assert_close(quantise_rows(x, IntFormat(bits)), expected, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_integers_are_the_explicit_formula(bits):
+    x = torch.randn(7, 33, generator=torch.Generator().manual_seed(0))
+    largest = 2 ** (bits - 1) - 1
+    scale = x.abs().amax(dim=1, keepdim=True) / largest
+    expected = torch.round(x / scale).clamp(-largest, largest) * scale
+    torch.testing.assert_close(quantise_rows(x, IntFormat(bits)), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda f: f.name)
@@ -132,21 +132,29 @@ def test_edges(form):
     assert back[1].tolist() == pytest.approx([1e30, 0.0, 0.0], rel=1e-6)
     assert torch.isfinite(back).all() and back[2].abs().max() <= 2e-38
     assert back[3][:2].tolist() == pytest.approx([3.0e38, -3.0e38], rel=1e-6)
-    for bad in (float("inf"), float("-inf"), float("nan")):
-        row = unpack(pack(torch.tensor([[1.0, bad, 2.0], [1.0, 2.0, 3.0]]), form))
-        assert not torch.isfinite(row[0]).any(), "what is not finite is not hidden"
-        assert torch.isfinite(row[1]).all()
-        assert not torch.isfinite(quantise_rows(torch.tensor([[1.0, bad, 2.0]]), form)).any()
     assert unpack(pack(torch.zeros(0, 5), form)).shape == (0, 5)
     assert unpack(pack(torch.zeros(5, 0), form)).shape == (5, 0)
 
 
-def test_the_memory_is_the_arithmetic_minimum():
-    for form in FORMATS:
-        packed = pack(torch.randn(2048, 130), form)
-        assert packed.nbytes == pytest.approx(2048 * 130 * form.bits / 8 + 4 * 2048, rel=0.02)
-        assert all(plane.dtype == torch.uint8 for plane in packed.planes)
-    assert [widths(b) for b in (2, 3, 5, 7, 8)] == [[2], [2, 1], [4, 1], [4, 2, 1], [8]]
+@pytest.mark.parametrize("form", FORMATS, ids=lambda f: f.name)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_row_with_a_number_that_is_not_finite(form, bad):
+    back = unpack(pack(torch.tensor([[1.0, bad, 2.0], [1.0, 2.0, 3.0]]), form))
+    assert not torch.isfinite(back[0]).any(), "non-finite values are not hidden"
+    assert torch.isfinite(back[1]).all()
+    assert not torch.isfinite(quantise_rows(torch.tensor([[1.0, bad, 2.0]]), form)).any()
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda f: f.name)
+def test_the_memory_is_the_arithmetic_minimum(form):
+    packed = pack(torch.randn(2048, 130), form)
+    assert packed.nbytes == pytest.approx(2048 * 130 * form.bits / 8 + 4 * 2048, rel=0.02)
+    assert all(plane.dtype == torch.uint8 for plane in packed.planes)
+
+
+@pytest.mark.parametrize(("bits", "parts"), [(2, [2]), (3, [2, 1]), (5, [4, 1]), (7, [4, 2, 1]), (8, [8])])
+def test_widths_divide_a_byte(bits, parts):
+    assert widths(bits) == parts
 
 
 def test_the_scale_is_the_largest_magnitude():
@@ -154,11 +162,25 @@ def test_the_scale_is_the_largest_magnitude():
     assert row_scale(x, E2M1).flatten().tolist() == pytest.approx([1.0, 0.5])
 
 
-def test_what_does_not_exist_is_refused():
+def test_formats_by_kind_and_bits():
     assert format_of("bits_low", "float", 4) is E2M1 and format_of("bits_recovery", "int", 16) is None
-    for kind, bits in (("float", 5), ("float", 2), ("int", 1), ("int", 9), ("int", 4.0), ("int", True), ("fp", 4)):
-        with pytest.raises(ConfigError, match=r"format|bits_low"):
-            format_of("bits_low", kind, bits)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits", "message"),
+    [
+        ("float", 5, "bits_low=5: expected 4, 6, 8 or 16 bits"),
+        ("float", 2, "bits_low=2: expected"),
+        ("int", 1, "bits_low=1: expected 2, 3"),
+        ("int", 9, "bits_low=9: expected"),
+        ("int", 4.0, "bits_low=4.0: expected"),
+        ("int", True, "bits_low=True: expected"),
+        ("fp", 4, "format='fp': expected one of 'float', 'int'"),
+    ],
+)
+def test_unknown_formats_are_refused(kind, bits, message):
+    with pytest.raises(ConfigError, match=message):
+        format_of("bits_low", kind, bits)
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda f: f.name)
@@ -169,8 +191,8 @@ def test_scalings(form, dtype, scaling):
     x = (torch.randn(3, 5, 37, generator=generator) * torch.logspace(-6, 6, 5)[:, None]).to(dtype)
     x[0, 1] = 0
     before = x.clone()
-    got = quantise(x, form, scaling, block=16)
-    assert got.shape == x.shape and got.dtype == dtype and torch.equal(x, before)
+    quantised = quantise(x, form, scaling, block=16)
+    assert quantised.shape == x.shape and quantised.dtype == dtype and torch.equal(x, before)
     expected = torch.empty_like(x)
     if scaling == "tensor":
         scale = x.float().abs().max() / form.largest
@@ -179,16 +201,21 @@ def test_scalings(form, dtype, scaling):
         parts = [(0, 37)] if scaling == "token" else [(0, 16), (16, 32), (32, 37)]
         for low, high in parts:
             expected[..., low:high] = quantise_rows(x[..., low:high].reshape(15, -1), form).view(3, 5, -1)
-    assert torch.equal(got, expected)
-    assert torch.all(got[0, 1] == 0)
+    assert torch.equal(quantised, expected)
+    assert torch.all(quantised[0, 1] == 0)
     x[2, 3, 30] = torch.nan
     bad = ~torch.isfinite(quantise(x, form, scaling, block=16))
     where = {"token": bad[2, 3].all() and bad.sum() == 37, "tensor": bad.all(), "block": bad.sum() == 16}
     assert where[scaling] or (scaling == "block" and bad[2, 3, 16:32].all()), "what shares a scale with it, and nothing else"
 
 
-def test_scalings_that_are_not_allowed():
-    for options, message in (({"scaling": "row"}, "scaling='row'"), ({"scaling": "block", "block": 0}, "block=0")):
-        with pytest.raises(ConfigError, match=message):
-            quantise(torch.ones(2, 2), E2M1, **options)
+@pytest.mark.parametrize(
+    ("options", "message"), [({"scaling": "row"}, "scaling='row'"), ({"scaling": "block", "block": 0}, "block=0")]
+)
+def test_unknown_scalings_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        quantise(torch.ones(2, 2), E2M1, **options)
+
+
+def test_an_empty_tensor_is_quantised_to_an_empty_one():
     assert quantise(torch.ones(0, 4), E2M1, "tensor").shape == (0, 4)

@@ -23,7 +23,7 @@ def logits(model):
         return model(input_ids=ids).logits
 
 
-def test_both_ends_bit_for_bit_and_the_bytes_that_are_accounted_for(tiny):
+def test_both_ends_bit_for_bit_and_the_reported_bytes(tiny):
     bf16 = logits(load_bf16(tiny, device_map={"": 0}).eval())
     plain = logits(load_int8(tiny, device_map={"": 0}).eval())
     model = with_lora(load_int8(tiny, device_map={"": 0})).eval()

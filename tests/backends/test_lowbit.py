@@ -54,7 +54,7 @@ def test_lowbit_product_is_the_formula(form, dtype):
     assert torch.equal(w.grad, q(form, dyq.t() @ xq))
     assert torch.equal(b.grad, dyq.sum(0))
     assert x.grad.dtype == w.grad.dtype == y.dtype == dtype
-    assert len(torch.unique(y[0].float() / y[0].float().abs().max())) <= 2**form.bits - 1, "on a grid of so few numbers"
+    assert len(torch.unique(y[0].float() / y[0].float().abs().max())) <= 2**form.bits - 1, "on a grid of that many numbers"
     assert torch.all(wq[2] == 0) and torch.isfinite(y).all(), "a row of zeros gives zeros"
 
 
@@ -112,13 +112,13 @@ def test_inference_mode(trainer_for):
     q_proj = model.model.layers[0].self_attn.q_proj.train()
     with torch.inference_mode():
         q_proj(x)
-    q_proj(x).sum().backward()  # nothing of inference mode is left over for a backward
+    q_proj(x).sum().backward()  # nothing from inference mode is left for a backward
     backend.remove()
 
 
 @pytest.mark.parametrize("product", [LowBit(E2M1), HybridFp8()], ids=["lowbit", "fp8"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_is_not_hidden(product, bad):
+def test_non_finite_values_are_not_hidden(product, bad):
     x, w, _, dy = operands(torch.float32)
     x.data[7, 2] = bad
     y = product(x, w, None, Latest())
@@ -133,14 +133,22 @@ def test_what_is_not_finite_is_not_hidden(product, bad):
 
 
 @pytest.mark.parametrize("product", [LowBit(E3M2), HybridFp8()], ids=["lowbit", "fp8"])
-def test_empty_batches_one_row_and_shared_inputs(product):
+@pytest.mark.parametrize(
+    "x",
+    [torch.zeros(0, 7, 33), torch.randn(33), torch.randn(3, 1, 33) * 1e20, torch.zeros(2, 33)],
+    ids=["empty", "one row", "outliers", "zeros"],
+)
+def test_empty_batches_one_row_outliers_and_zeros(product, x):
     w = torch.randn(5, 33, requires_grad=True)
-    for x in (torch.zeros(0, 7, 33), torch.randn(33), torch.randn(3, 1, 33) * 1e20, torch.zeros(2, 33)):
-        x.requires_grad_()
-        w.grad = None
-        y = product(x, w, None, Latest())
-        y.sum().backward()
-        assert y.shape == (*x.shape[:-1], 5) and x.grad.shape == x.shape and torch.isfinite(w.grad).all()
+    x = x.clone().requires_grad_()
+    y = product(x, w, None, Latest())
+    y.sum().backward()
+    assert y.shape == (*x.shape[:-1], 5) and x.grad.shape == x.shape and torch.isfinite(w.grad).all()
+
+
+@pytest.mark.parametrize("product", [LowBit(E3M2), HybridFp8()], ids=["lowbit", "fp8"])
+def test_shared_inputs(product):
+    w = torch.randn(5, 33, requires_grad=True)
     latest, x = Latest(), torch.randn(4, 33)
     first, second = product(x, w, None, latest), product(x, w * 2, None, latest)
     x.mul_(-1.0)  # another input in the same memory
@@ -157,7 +165,7 @@ def same(a, b):
 
 
 @pytest.mark.parametrize(("dtype", "autocast"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)])
-def test_both_ends_bit_for_bit_and_every_mix_between(dtype, autocast):
+def test_both_ends_bit_for_bit_and_a_mix_of_paths(dtype, autocast):
     plain = step(random_llama(dtype), autocast)
     model = random_llama(dtype)
     fp8 = Fp8Backend(model, find_units(model), emulate=True)
@@ -183,11 +191,13 @@ def test_both_ends_bit_for_bit_and_every_mix_between(dtype, autocast):
     assert not any("paths" in vars(m) for m in model.modules())
 
 
-def test_what_is_switched_and_what_is_left():
+def test_the_linears_of_the_layers_are_switched_and_nothing_else():
     model = with_lora(random_llama(attention_bias=True))
     backend = LowBitBackend(model, find_units(model))
     switched = [n for n, m in model.named_modules() if type(m).__name__ == "SwitchedLinear"]
-    assert len(switched) == 21 and all(n.endswith("_proj.base_layer") for n in switched), "adapters and head are left"
+    assert len(switched) == 21 and all(n.endswith("_proj.base_layer") for n in switched), (
+        "adapters and head are not switched"
+    )
     logits, grads = step(model)
     assert torch.isfinite(logits).all() and all(".lora_" in n for n in grads)
     census = backend.census()
@@ -208,7 +218,7 @@ def test_gradient_checkpointing_changes_nothing():
 
 
 @pytest.mark.parametrize(("eval_path", "expected"), [("low", "low"), ("recovery", "plain"), ("active", "plain")])
-def test_evaluation_runs_the_path_it_is_said_to(eval_path, expected):
+def test_evaluation_runs_the_requested_path(eval_path, expected):
     model = random_llama()
     with torch.no_grad():
         logits = {"plain": model.eval()(input_ids=IDS).logits}
@@ -219,12 +229,14 @@ def test_evaluation_runs_the_path_it_is_said_to(eval_path, expected):
         assert torch.equal(model(input_ids=IDS).logits, logits[expected])
 
 
-def test_copies_and_pickles_are_plain():
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_copies_and_pickles_are_plain(duplicate):
     model = random_llama()
     backend = LowBitBackend(model, find_units(model))
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model.model.layers[0]))):
-        linears = [m for m in twin.modules() if isinstance(m, torch.nn.Linear)]
-        assert linears and all(type(m) is torch.nn.Linear and "paths" not in vars(m) for m in linears)
+    linears = [m for m in duplicate(model.model).modules() if isinstance(m, torch.nn.Linear)]
+    assert linears and all(type(m) is torch.nn.Linear and "paths" not in vars(m) for m in linears)
     keys = set(model.state_dict())
     backend.remove()
     backend.remove()
@@ -245,9 +257,9 @@ def test_a_second_backend_takes_over_and_the_first_does_not_undo_it():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "lowbit", "bits_low": 5}, "bits_low=5: 4 or 6"),
+        ({"backend": "lowbit", "bits_low": 5}, "bits_low=5: expected 4 or 6"),
         ({"backend": "lowbit", "bits_low": True}, "bits_low=True"),
-        ({"backend": "lowbit", "bits_recovery": 6}, "bits_recovery=6: 8 or 16"),
+        ({"backend": "lowbit", "bits_recovery": 6}, "bits_recovery=6: expected 8 or 16"),
         ({"backend": "lowbit", "format": "int"}, "format='int' belongs to backend='activation'"),
         ({"backend": "lowbit", "emulate": True}, "emulate=True belongs to backend='fp8'"),
         ({"backend": "fp8", "bits_low": 6}, "bits_low=6 belongs to backend='activation' or 'lowbit'"),
@@ -257,37 +269,45 @@ def test_a_second_backend_takes_over_and_the_first_does_not_undo_it():
         ({"unit": "expert"}, "unit='expert' belongs to"),
         ({"backend": "fp8", "eval_path": "high"}, "eval_path='high'"),
         ({"backend": "fp8", "unit": "expert", "trigger": "gsnr"}, "trigger='gsnr' with unit='expert'"),
-        ({"backend": "fp8", "max_recovery_memory": "1GB"}, "max_recovery_memory with backend='fp8'"),
+        ({"backend": "fp8", "max_recovery_memory": "1GB"}, "max_recovery_memory='1GB' with backend='fp8'"),
         ({"backend": "fp8", "recovery": "device"}, "recovery='device' belongs to backend='int8'"),
     ],
 )
-def test_options_that_are_not_allowed(options, message):
+def test_options_that_are_refused(options, message):
     with pytest.raises(ConfigError) as error:
         Options(**options)
     assert message in str(error.value)
 
 
-def test_models_that_are_refused(tiny):
+def test_a_device_without_fp8_is_refused_unless_emulation_is_requested():
     model = random_llama()
     with pytest.raises(SetupError, match="no FP8 product on cpu.*emulate=true"):
         Fp8Backend(model, find_units(model))
     assert Fp8Backend(model, find_units(model), emulate="auto").census()["path"].startswith("EMULATED")
-    eight = with_lora(load_int8(tiny))
-    for backend in (Fp8Backend, LowBitBackend):
-        with pytest.raises(SetupError, match="over an 8-bit base"):
-            backend(eight, find_units(eight), **({"emulate": True} if backend is Fp8Backend else {}))
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"), [(Fp8Backend, {"emulate": True}), (LowBitBackend, {})], ids=["fp8", "lowbit"]
+)
+def test_an_8_bit_base_is_refused(backend, options, tiny):
+    model = with_lora(load_int8(tiny))
+    with pytest.raises(SetupError, match="over an 8-bit base"):
+        backend(model, find_units(model), **options)
+
+
+def test_modules_that_cannot_be_switched_are_refused():
     hooked = random_llama()
     hooked.model.layers[1].mlp.up_proj.forward = lambda x: x
-    with pytest.raises(SetupError, match="has a forward of its own"):
+    with pytest.raises(SetupError, match="has a custom forward"):
         LowBitBackend(hooked, find_units(hooked))
     shared = random_llama()
     shared.model.layers[1].mlp = shared.model.layers[0].mlp
-    with pytest.raises(SetupError, match="are one module"):
+    with pytest.raises(SetupError, match="are the same module"):
         LowBitBackend(shared, find_units(shared))
-    assert type(shared.model.layers[0].mlp.up_proj) is torch.nn.Linear, "nothing is half taken"
+    assert type(shared.model.layers[0].mlp.up_proj) is torch.nn.Linear, "no module is switched unless all can be"
 
 
-def test_shapes_that_the_processor_cannot_take(monkeypatch):
+def test_shapes_that_the_fp8_product_does_not_support(monkeypatch):
     from hf_gnmr.backends.fewbit import fp8
 
     monkeypatch.setattr(fp8, "why_not", lambda device: None)
@@ -297,14 +317,14 @@ def test_shapes_that_the_processor_cannot_take(monkeypatch):
     model = random_llama()
     backend = Fp8Backend(model, find_units(model))
     assert backend.engine == "scaled_mm" and "EMULATED" not in backend.census()["path"]
-    ours = step(model)
+    logits, grads = step(model)
     backend.remove()
-    emulated = Fp8Backend(model, find_units(model), emulate=True)
-    other = step(model)
-    emulated.remove()
-    torch.testing.assert_close(ours[0], other[0], rtol=1e-3, atol=1e-4)
-    for name in ours[1]:
-        torch.testing.assert_close(ours[1][name], other[1][name], rtol=0.02, atol=1e-4)
+    emulation = Fp8Backend(model, find_units(model), emulate=True)
+    emulated_logits, emulated_grads = step(model)
+    emulation.remove()
+    torch.testing.assert_close(logits, emulated_logits, rtol=1e-3, atol=1e-4)
+    for name in grads:
+        torch.testing.assert_close(grads[name], emulated_grads[name], rtol=0.02, atol=1e-4)
 
 
 @pytest.mark.parametrize("backend", ["fp8", "lowbit"])

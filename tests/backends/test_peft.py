@@ -1,4 +1,4 @@
-"""Every way of adapting that people bring: it trains with layers going up and down and saves a stock file, or is refused."""
+"""PEFT's ways to adapt a model: each trains while layers are lifted and lowered and saves a stock file, or is refused."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_lora_in_every_form_trains_and_its_file_is_a_stock_one(kind, biased, tra
     assert norms.shape == (6, len(layers)) and np.isfinite(norms).all() and (norms > 0).all() and moves(lines)
     assert header["census"]["modules_switched"] == 7 * len(layers), "adapted or not, a unit switches as a whole"
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
-    allowed = ("lora_", "modules_to_save", "bias", "trainable_tokens")
-    assert all(any(part in name for part in allowed) for name in trainable), "nothing of the base became trainable"
+    adapters = ("lora_", "modules_to_save", "bias", "trainable_tokens")
+    assert all(any(part in name for part in adapters) for name in trainable), "nothing of the base became trainable"
 
     model.save_pretrained(tmp_path / "adapter")
     stock = with_lora(load_bf16(biased), **LORA[kind])
@@ -170,7 +170,7 @@ def test_adapters_are_chosen_before_training_and_each_run_has_its_own_units(tiny
     assert [unit["layer"] for unit in trace_lines(tmp_path / "run")[0]["units"]] == [0, 1, 2]
 
 
-def test_another_adapter_in_mid_training_is_refused(tiny, trainer_for):
+def test_another_adapter_in_the_middle_of_training_is_refused(tiny, trainer_for):
     class Switch(TrainerCallback):
         def on_step_begin(self, args, state, control, model=None, **kwargs):
             if state.global_step == 2:
@@ -182,7 +182,7 @@ def test_another_adapter_in_mid_training_is_refused(tiny, trainer_for):
         trainer_for(model, GNMRCallback(), Switch()).train()
 
 
-def test_reference_logits_with_the_adapter_off_leave_the_reading_alone(tiny, trainer_for, tmp_path):
+def test_reference_logits_with_the_adapter_off_do_not_change_the_reading(tiny, trainer_for, tmp_path):
     """As preference losses do: a second forward of the same model, adapter off, within the step; in training mode, and once
     even with gradients on."""
     traces = {}
@@ -222,7 +222,7 @@ def test_adapters_outside_the_layers_are_refused_and_named(tiny, trainer_for):
 
 
 def test_an_initialisation_that_changes_the_base_is_refused(tiny, trainer_for):
-    """OLoRA takes its adapters out of the base weights: the checkpoint is then no longer the original."""
+    """OLoRA subtracts its adapters from the base weights: the checkpoint is then no longer the original."""
     model = with_lora(load_int8(tiny), init_lora_weights="olora")
     with pytest.raises(SetupError, match="does not quantise to the 8-bit codes in use"):
         trainer_for(model, GNMRCallback()).train()
@@ -248,5 +248,5 @@ def test_preparation_for_kbit_training_and_autocast_change_dtypes_not_results(tm
             if name.endswith("proj.base_layer.bias"):
                 assert torch.equal(p.float(), before[canonical(name)]), name
         losses[prepared, bf16] = [line["loss"] for line in lines]
-    for other in losses.values():
-        np.testing.assert_allclose(other, losses[True, False], rtol=2e-3)
+    for losses_of_run in losses.values():
+        np.testing.assert_allclose(losses_of_run, losses[True, False], rtol=2e-3)

@@ -35,7 +35,7 @@ def test_peft_does_not_change_names_or_order(tiny):
 
 
 class Unknown(nn.Module):
-    """No transformers model: blocks under a name of their own."""
+    """Not a transformers model: blocks under an unknown name."""
 
     def __init__(self):
         super().__init__()
@@ -43,18 +43,26 @@ class Unknown(nn.Module):
         self.others = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
 
-def test_an_unknown_architecture_is_refused_with_the_option_and_found_by_pattern():
+def test_an_unknown_architecture_is_refused_with_the_option_to_name_its_layers():
     model = Unknown()
     with pytest.raises(SetupError, match=r'layers="path.to.layers.\*".*blocks.\* \(3\), others.\* \(3\)'):
         find_units(model)
     assert [unit.name for unit in find_units(model, "blocks.*")] == ["blocks.0", "blocks.1", "blocks.2"]
-    with pytest.raises(SetupError, match="matches no module"):
-        find_units(model, "layers.*")
-    with pytest.raises(SetupError, match="one \\* for the layer index"):
-        find_units(model, "blocks")
 
 
-def test_a_list_as_long_as_the_model_is_deep_inside_a_layer_is_no_candidate():
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("layers.*", "matches no module"),
+        ("blocks", r"layers='blocks': expected a module name with one \* for the layer index"),
+    ],
+)
+def test_patterns_that_are_refused(pattern, message):
+    with pytest.raises(SetupError, match=message):
+        find_units(Unknown(), pattern)
+
+
+def test_a_list_of_the_models_depth_inside_a_layer_is_no_candidate():
     model = hf.LlamaForCausalLM(tiny_config())
     for layer in model.model.layers:
         layer.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
@@ -66,7 +74,7 @@ def test_wrappers_are_looked_through(tiny):
     assert len(find_units(torch.compile(model))) == 3
 
 
-def test_trained_copies_of_modules_bear_the_modules_names():
+def test_trained_copies_of_modules_have_the_modules_names():
     model = get_peft_model(random_llama(), LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["down_proj"]))
     names = [unit.name for unit in find_projections(model)]
     assert names[:2] == ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"] and len(names) == 6

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_gnmr.config import ConfigError, GNMRConfig
+from hf_gnmr.config import ConfigError, GNMRConfig, parse_bytes
 from hf_gnmr.control.gnmr import Controller
 
 
@@ -101,3 +101,16 @@ def test_a_mask_of_the_wrong_length():
         Controller(3, GNMRConfig(alpha_init_fraction=0), recoverable=[True, False])
     with pytest.raises(ConfigError, match="num_units=0"):
         Controller(0, GNMRConfig(alpha_init_fraction=0))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("6GB", 6 * 10**9), ("1.5 GiB", 3 * 2**29), ("500 mb", 5 * 10**8), (12, 12), ("77", 77)]
+)
+def test_sizes_in_bytes(text, size):
+    assert parse_bytes("x", text) == size
+
+
+@pytest.mark.parametrize("text", ["6 G", "GB", "-1GB", 0, -5, True, 1.5, "1e9", None, "0GB"])
+def test_sizes_that_are_refused(text):
+    with pytest.raises(ConfigError, match="x=.*'6GB' or '500MiB'"):
+        parse_bytes("x", text)
