@@ -20,6 +20,7 @@ from hf_gnmr.backends.bnb.stores.in_place import InPlace
 
 @pytest.fixture
 def slotted(monkeypatch):
+    """The store `host` as on an accelerator."""
     play_accelerator(monkeypatch)
 
 

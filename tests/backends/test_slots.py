@@ -21,6 +21,7 @@ from hf_gnmr.backends.units import find_units
 
 @pytest.fixture
 def slotted(monkeypatch):
+    """The store `host` as on an accelerator."""
     play_accelerator(monkeypatch)
 
 

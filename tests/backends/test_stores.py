@@ -18,6 +18,7 @@ from hf_gnmr import GNMRCallback, quantize_int8, read_trace
 
 @pytest.fixture
 def slotted(monkeypatch):
+    """The store `host` as on an accelerator."""
     play_accelerator(monkeypatch)
 
 

@@ -36,7 +36,7 @@ class Int8Options(BackendOptions):
     """Where the recovery path's weights are kept, and which path evaluation runs."""
 
     recovery: str = "host"
-    """The store of recovery weights: ``host`` (originals off the device; on a CPU used where they lie), ``device`` (both
+    """The store of recovery weights: ``host`` (originals off the device; used in place on a CPU), ``device`` (both
     paths resident, about two bytes per weight) or ``dequantize`` (BF16 compute on the 8-bit weights, no originals)."""
     recovery_source: str | os.PathLike[str] | None = None
     """Folder or Hub id of the original weights; None: the one the model was loaded from."""

@@ -144,7 +144,7 @@ class LowPrecision(Backend):
     def plan_saved(
         cls, model: Any, units: Sequence[Unit], options: BackendOptions, forward: Any, half: bool
     ) -> dict[str, int]:
-        cls(model, units, options).remove()  # only for its checks: products keep nothing beyond what the model keeps anyway
+        cls(model, units, options).remove()  # only for its checks: products need nothing that is not there anyway
         return {}
 
     def identity(self) -> dict[str, Any]:
