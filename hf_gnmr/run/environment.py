@@ -73,7 +73,7 @@ def processor() -> str:
 
 
 def peak_memory() -> dict[str, int]:
-    """Peak memory so far, in bytes: the allocator's on a GPU, elsewhere the process's resident set (where it is reported)."""
+    """Peak memory so far, in bytes: the allocator's on a GPU, elsewhere the resident set (where it is reported)."""
     if torch.cuda.is_available():
         return {"peak_device_bytes": torch.cuda.max_memory_allocated()}
     try:
