@@ -214,7 +214,7 @@ def in_words(proposal: Proposal) -> list[str]:
 
     fit, held = proposal.steps
     lines = [
-        f"{TARGETS[proposal.target]}: target {amount(proposal.wanted)}; {amount(proposal.fitted)} on the {fit} fitted steps, "
+        f"{TARGETS[proposal.target]}: target {amount(proposal.wanted)}; {amount(proposal.fitted)} on {fit} fitted steps, "
         f"{amount(proposal.held_out)} on the {held} held out",
         f"over tenths of the run: {', '.join(map(amount, proposal.tenths))}",
     ]
