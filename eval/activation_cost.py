@@ -24,8 +24,9 @@ from hf_gnmr.backends.formats import E2M1, E4M3, FloatFormat, IntFormat, pack
 from hf_gnmr.backends.linears import lend, make_plain
 from hf_gnmr.control.controller import Controller
 
-TIMED = (E2M1, IntFormat(4), E4M3)
-SIZED = (E2M1, E4M3, *(IntFormat(bits) for bits in range(2, 9)))
+Format = FloatFormat | IntFormat
+TIMED: tuple[Format, ...] = (E2M1, IntFormat(4), E4M3)
+SIZED: tuple[Format, ...] = (E2M1, E4M3, *(IntFormat(bits) for bits in range(2, 9)))
 WIDTH = 768
 """Numbers a token, of the sizes."""
 SEED = 0
@@ -74,7 +75,7 @@ def time_ratios(tokens: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def time_ratio(
-    hidden: int, dtype: torch.dtype, linears: int, form: FloatFormat | IntFormat, *, tokens: int, rounds: int
+    hidden: int, dtype: torch.dtype, linears: int, form: Format, *, tokens: int, rounds: int
 ) -> tuple[float, float, float]:
     """Quartiles of the time of quantised linears over that of plain ones, forward and backward."""
     x = torch.randn(tokens, hidden, dtype=dtype, requires_grad=True)
@@ -104,7 +105,7 @@ def time_ratio(
     return low, median, high
 
 
-def bytes_of(form: FloatFormat | IntFormat, tokens: int) -> dict[str, Any]:
+def bytes_of(form: Format, tokens: int) -> dict[str, Any]:
     """Bytes a token in a packed format, and their arithmetic minimum: the bits, and one fp32 scale a token."""
     packed = pack(torch.randn(tokens, WIDTH), form).nbytes / tokens
     return {"format": form.name, "bytes": packed, "minimum": WIDTH * form.bits / 8 + 4}
