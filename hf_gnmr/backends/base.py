@@ -38,6 +38,10 @@ class BackendOptions:
         """The options as plain JSON values."""
         return dataclasses.asdict(self)
 
+    def store(self) -> str:
+        """The option that says where recovery weights are kept, as messages name it; empty where nothing is kept."""
+        return ""
+
     @classmethod
     def defaults(cls) -> dict[str, Any]:
         """Field names and their defaults."""

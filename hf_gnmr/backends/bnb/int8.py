@@ -57,6 +57,9 @@ class Int8Options(BackendOptions):
                 f"recovery_source={self.recovery_source!r} is not read with recovery={self.recovery!r}: give one of them"
             )
 
+    def store(self) -> str:
+        return f"recovery={self.recovery!r}"
+
     def to_dict(self) -> dict[str, Any]:
         source = self.recovery_source
         return {**super().to_dict(), "recovery_source": None if source is None else os.fspath(source)}
