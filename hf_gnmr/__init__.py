@@ -6,7 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .config import ConfigError, GNMRConfig, SetupError
-from .control.controller import Controller, Decision
+from .control.controller import Decision
+from .control.gnmr import Controller
 from .trace.file import read_trace
 
 if TYPE_CHECKING:

@@ -1,16 +1,22 @@
 """The controller's settings: the paper's symbols, checked once.
 
-Every check names the field, the value it got and what is allowed, so that a wrong setting fails before a model is
-loaded.  Fractions of a step count or of a unit count are resolved here with exact rational arithmetic: 0.07 of 100
-steps is 7, although ``0.07 * 100`` is 7.000000000000001 in floating point.
+Every check names the field, the value it got and what was expected, so that a wrong setting fails before a model is
+loaded.  Options of triggers and backends use the same checks.  Fractions of a step count or of a unit count are resolved
+with exact rational arithmetic: 0.07 of 100 steps is 7, although ``0.07 * 100`` is 7.000000000000001 in floating point.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import difflib
+import inspect
+import itertools
 import math
 import re
+import textwrap
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Integral, Real
@@ -18,11 +24,11 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used; the message names field, value and what is allowed."""
+    """A setting that cannot be used; the message names field, value and what was expected."""
 
 
 class SetupError(RuntimeError):
-    """A model, Trainer or machine on which training must not start; the message names the reason and the mend."""
+    """A model, Trainer or machine on which training must not start; the message names the reason and the fix."""
 
 
 @dataclass
@@ -33,7 +39,7 @@ class GNMRConfig:
     its LLaMA-2 13B LoRA setting (Appendix E.3), with maxO given as a share of the layers.
 
     Raises:
-        ConfigError: at construction, naming the field, its value and the allowed range.
+        ConfigError: at construction, naming the field, its value and the expected range.
     """
 
     alpha: float = 1.1
@@ -63,16 +69,13 @@ class GNMRConfig:
 
     def __post_init__(self) -> None:
         for name in ("alpha", "alpha_init"):
-            setattr(self, name, _positive(name, getattr(self, name)))
+            setattr(self, name, above_zero(name, getattr(self, name)))
         if self.beta is not None:
-            self.beta = _positive("beta", self.beta, " (or None: Δ-GNMR triggers nothing)")
+            self.beta = above_zero("beta", self.beta, " (or None: Δ-GNMR triggers nothing)")
         for name in ("alpha_init_fraction", "fidelity_warmup"):
-            value = _number(name, getattr(self, name), "a share of the steps from 0 to 1")
-            if not 0.0 <= value <= 1.0:
-                raise ConfigError(f"{name}={value!r}: a share of the steps from 0 to 1 is allowed")
-            setattr(self, name, value)
-        self.delta = _whole("delta", self.delta, 1)
-        self.t_lock = _whole("t_lock", self.t_lock, 0)
+            setattr(self, name, share(name, getattr(self, name), "a share of the steps from 0 to 1"))
+        self.delta = whole("delta", self.delta, 1)
+        self.t_lock = whole("t_lock", self.t_lock, 0)
         self.max_o = _check_max_o(self.max_o)
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,15 +96,15 @@ class GNMRConfig:
         Raises:
             ConfigError: a share above 0 without a total number of steps.
         """
-        share = getattr(self, field)
-        if share == 0:
+        fraction = getattr(self, field)
+        if fraction == 0:
             return 0
         if total_steps is None:
             raise ConfigError(
-                f"{field}={share!r} is a share of the total number of steps, which is unknown here: "
+                f"{field}={fraction!r} is a share of the total number of steps, which is unknown here: "
                 f"give total_steps, or set {field}=0"
             )
-        return math.ceil(exact(share) * total_steps)
+        return math.ceil(exact(fraction) * total_steps)
 
 
 def exact(value: float) -> Fraction:
@@ -109,41 +112,98 @@ def exact(value: float) -> Fraction:
     return Fraction(repr(float(value)))
 
 
-def _number(name: str, value: Any, allowed: str) -> float:
+def number(name: str, value: Any, expected: str) -> float:
+    """`value` as a float; booleans and text are no numbers.
+
+    Raises:
+        ConfigError: naming field, value and type, and what is expected.
+    """
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise ConfigError(f"{name}={value!r} is a {type(value).__name__}: {allowed} is allowed")
+        raise ConfigError(f"{name}={value!r}: expected {expected}, got a {type(value).__name__}")
     return float(value)
 
 
-def _positive(name: str, value: Any, also: str = "") -> float:
-    allowed = f"a finite number above 0{also}"
-    number = _number(name, value, allowed)
-    if not math.isfinite(number) or number <= 0:
-        raise ConfigError(f"{name}={value!r}: {allowed} is allowed")
-    return number
+def above_zero(name: str, value: Any, also: str = "") -> float:
+    """A finite number above 0.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    expected = f"a finite number above 0{also}"
+    result = number(name, value, expected)
+    if not math.isfinite(result) or result <= 0:
+        raise ConfigError(f"{name}={value!r}: expected {expected}")
+    return result
 
 
-def _whole(name: str, value: Any, least: int) -> int:
-    allowed = f"a whole number, at least {least},"
-    number = _number(name, value, allowed)
-    if not math.isfinite(number) or number != int(number) or number < least:
-        raise ConfigError(f"{name}={value!r}: {allowed} is allowed")
-    return int(number)
+def share(name: str, value: Any, what: str = "a number from 0 to 1") -> float:
+    """A number from 0 to 1.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    result = number(name, value, what)
+    if not 0.0 <= result <= 1.0:
+        raise ConfigError(f"{name}={value!r}: expected {what}")
+    return result
+
+
+def whole(name: str, value: Any, least: int, what: str = "a whole number") -> int:
+    """A whole number (4.0 counts as 4) of at least `least`.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    expected = f"{what}, at least {least}"
+    result = number(name, value, expected)
+    if not math.isfinite(result) or result != int(result) or result < least:
+        raise ConfigError(f"{name}={value!r}: expected {expected}")
+    return int(result)
+
+
+def one_of(name: str, value: Any, choices: Iterable[Any]) -> None:
+    """Raise ConfigError unless `value` is one of `choices`, of the same type."""
+    listed = list(choices)
+    if not any(value == choice and type(value) is type(choice) for choice in listed):
+        raise ConfigError(f"{name}={value!r}: expected one of {', '.join(map(repr, listed))}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What to say about an unknown name: the nearest known one, or all of them."""
+    names = list(known)
+    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"did you mean {matches[0]!r}?" if matches else f"known: {', '.join(names)}"
 
 
 def _check_max_o(value: Any) -> int | float:
-    allowed = "a whole number of units (0 or more), or a float strictly between 0 and 1 (share of the recoverable units)"
+    expected = "a whole number of units (0 or more), or a float strictly between 0 and 1 (share of the recoverable units)"
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise ConfigError(f"max_o={value!r} is a {type(value).__name__}: {allowed} is allowed")
+        raise ConfigError(f"max_o={value!r}: expected {expected}, got a {type(value).__name__}")
     if isinstance(value, Integral):
         if value < 0:
-            raise ConfigError(f"max_o={value!r}: {allowed} is allowed")
+            raise ConfigError(f"max_o={value!r}: expected {expected}")
         if value == 0:
             warnings.warn("max_o=0: no unit is ever lifted, the run stays on the low-cost path", stacklevel=4)
         return int(value)
     if not 0.0 < float(value) < 1.0:
-        raise ConfigError(f"max_o={value!r}: {allowed} is allowed")
+        raise ConfigError(f"max_o={value!r}: expected {expected}")
     return float(value)
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The docstrings that stand under a dataclass's fields, by field, those of its bases included."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for statement, following in itertools.pairwise(body.body):
+            if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
+                continue
+            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                docs[statement.target.id] = " ".join(str(following.value.value).split())
+    return docs
 
 
 SIZES = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -163,5 +223,5 @@ def parse_bytes(name: str, value: int | str) -> int:
     else:
         size = 0
     if size <= 0:
-        raise ConfigError(f"{name}={value!r}: a number of bytes above 0 is allowed, or text such as '6GB' or '500MiB'")
+        raise ConfigError(f"{name}={value!r}: expected a number of bytes above 0, or text such as '6GB' or '500MiB'")
     return size

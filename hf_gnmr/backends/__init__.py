@@ -1,37 +1,61 @@
-"""Backends by name. A new format is one file here and one line in the dict."""
+"""Backends by name. A new one is one file here and one line in the dict; its options are declared in its `Options`."""
 
 from __future__ import annotations
 
-from ..config import ConfigError
+from collections.abc import Mapping
+from typing import Any
+
+from ..config import ConfigError, nearest, one_of
 from .activation import ActivationBackend
-from .base import Backend
+from .base import Backend, BackendOptions
 from .bnb.int8 import Int8Backend
 from .fewbit.fp8 import Fp8Backend
 from .fewbit.lowbit import LowBitBackend
 from .none import NoBackend
 
 BACKENDS: dict[str, type[Backend]] = {
-    "int8": Int8Backend,
-    "activation": ActivationBackend,
-    "fp8": Fp8Backend,
-    "lowbit": LowBitBackend,
-    "none": NoBackend,
+    cls.name: cls for cls in (Int8Backend, ActivationBackend, Fp8Backend, LowBitBackend, NoBackend)
 }
 
 
-def check_backend(name: str) -> None:
-    """Raise ConfigError unless `name` is a known backend."""
-    if name not in BACKENDS:
-        raise ConfigError(f"backend={name!r}: one of {', '.join(map(repr, BACKENDS))} is allowed")
+def option_names() -> list[str]:
+    """The options of all backends, each once."""
+    return list(dict.fromkeys(name for cls in BACKENDS.values() for name in cls.Options.defaults()))
+
+
+def backend_options(backend: str, values: Mapping[str, Any]) -> BackendOptions:
+    """The options of the backend called `backend`, from values by name.
+
+    An option of another backend may be given at its default, where it says nothing (recipes and checkpoints of version 0.1.0
+    list the options of all backends).
+
+    Raises:
+        ConfigError: an unknown backend or option, a wrong value, or a value for another backend's option.
+    """
+    one_of("backend", backend, BACKENDS)
+    own = BACKENDS[backend].Options.defaults()
+    for name, value in values.items():
+        if name in own:
+            continue
+        owners = {owner: cls.Options.defaults()[name] for owner, cls in BACKENDS.items() if name in cls.Options.defaults()}
+        if not owners:
+            raise ConfigError(f"unknown option {name}={value!r}: {nearest(name, option_names())}")
+        if value not in owners.values():
+            raise ConfigError(
+                f"{name}={value!r} belongs to backend={' or '.join(map(repr, owners))}; this is backend={backend!r}"
+            )
+    return BACKENDS[backend].make_options({name: value for name, value in values.items() if name in own})
 
 
 __all__ = [
     "BACKENDS",
     "ActivationBackend",
     "Backend",
+    "BackendOptions",
     "Fp8Backend",
     "Int8Backend",
     "LowBitBackend",
     "NoBackend",
-    "check_backend",
+    "backend_options",
+    "option_names",
 ]

@@ -11,8 +11,8 @@ one cast copy for all that read the same input, where plain linears keep one eac
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..config import ConfigError, SetupError
-from ..control.controller import Bools
-from .base import Backend
+from ..control.monitor import Bools
+from .base import Backend, BackendOptions, check_unit
 from .formats import Format, Packed, format_of, pack, packed_bytes, unpack
 from .linears import Latest, Switched, as_autocast, lend, make_plain, refuse_8bit, refuse_unswitchable
-from .units import Unit, projections_of, unwrap
+from .units import Unit, lora_part, projections_of, unwrap
 
 
 class Saved(Latest):
@@ -153,28 +153,65 @@ class QuantisedInput(Switched, nn.Linear):
         return _Product.apply(x, weight, bias, self.saved.copy_of(given, x, self.form))
 
 
+UNIT_KINDS = ("projection", "layer")
+
+
+@dataclass(frozen=True)
+class ActivationOptions(BackendOptions):
+    """Formats of the saved activations on the two paths, and what is switched as one."""
+
+    bits_low: int = 4
+    """Bits on the low-cost path: 4, 6 or 8 with floats, 2 to 8 with integers."""
+    bits_recovery: int = 8
+    """Bits on the recovery path, more than `bits_low`: the same choice; 16: not quantised."""
+    format: str = "float"
+    """``float`` (E2M1, E3M2, E4M3) or ``int`` (symmetric)."""
+    unit: str | None = None
+    """What is switched as one: ``projection`` (None) or ``layer``."""
+
+    def __post_init__(self) -> None:
+        check_bits(self.bits_low, self.bits_recovery, self.format)
+        check_unit("activation", self.unit, UNIT_KINDS)
+
+
 class ActivationBackend(Backend):
     """Units are projections (or decoder layers) whose saved inputs are in `bits_low` or `bits_recovery`.
 
-    Args:
-        model: any model whose decoder layers' projections are `nn.Linear`, fully trained or under LoRA (then it is the
-            input of LoRA's A that is kept).
-        units: its projections or layers.
-        bits_low: bits on the low-cost path: 2 to 8 with integers, 4, 6 or 8 with floats.
-        bits_recovery: bits on the recovery path, above `bits_low`; 16: not quantised.
-        format: "float" (E2M1, E3M2, E4M3) or "int" (symmetric).
+    The model is any whose decoder layers' projections are `nn.Linear`, fully trained or under LoRA (then it is the input of
+    LoRA's A that is kept).
 
     Raises:
-        ConfigError: bits or a format that are not allowed.
+        ConfigError: a wrong option.
         SetupError: a model without such projections, over 8-bit weights, or under gradient checkpointing.
     """
 
     name = "activation"
+    Options = ActivationOptions
+    options: ActivationOptions
+    unit_kinds = UNIT_KINDS
 
-    def __init__(
-        self, model: nn.Module, units: Sequence[Unit], *, bits_low: int = 4, bits_recovery: int = 8, format: str = "float"
-    ) -> None:
-        self.low, self.recovery = check_bits(bits_low, bits_recovery, format)
+    @classmethod
+    def plan_saved(
+        cls, model: Any, units: Sequence[Unit], options: BackendOptions, forward: Any, half: bool
+    ) -> dict[str, int]:
+        if half:  # autocast's products, and so the inputs that they keep, are in 16 bits
+            model = model.to(torch.bfloat16)
+        backend, saved = cls(model, units, options), {}
+        for path, active in (("low", np.zeros(len(units), dtype=bool)), ("recovery", np.ones(len(units), dtype=bool))):
+            backend.apply(active)
+            forward(model)
+            backend.apply(active)
+            saved[path] = backend.step_figures()["saved_bytes"]
+        backend.apply_exact()
+        forward(model)
+        backend.apply_exact()
+        saved["16 bits"] = backend.step_figures()["saved_bytes"]
+        backend.remove()
+        return saved
+
+    def take(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        options = self.options
+        self.low, self.recovery = check_bits(options.bits_low, options.bits_recovery, options.format)
         refuse_8bit(self.name, model, "bitsandbytes keeps each product's input itself, whatever is quantised beside it")
         if any(getattr(m, "gradient_checkpointing", False) for m in unwrap(model).modules()):
             raise SetupError(
@@ -187,6 +224,7 @@ class ActivationBackend(Backend):
         if missing:
             raise SetupError(f"backend='activation': no trainable nn.Linear in {', '.join(missing[:3])}")
         refuse_unswitchable(self.name, units, self._modules)
+        self._names = [unit.name for unit in units]
         self._saved = Saved(self.low, len(units))
         self._plain = False
         self._active = np.zeros(len(units), dtype=bool)
@@ -200,7 +238,7 @@ class ActivationBackend(Backend):
         self._idle = np.zeros(len(units), dtype=bool)
         for unit, modules in enumerate(named):
             for name, module in modules:
-                adapter = re.search(r"(^|\.)lora_A(\.|$)", name) is not None
+                adapter = lora_part(name) == "A"
                 lend(module, QuantisedInput, saved=self._saved, form=self.low, unit=unit, adapter=adapter)
 
     def _per_token(self, form: Format | None) -> np.ndarray:
@@ -248,6 +286,11 @@ class ActivationBackend(Backend):
     def idle(self) -> Bools:
         return self._idle
 
+    def identity(self) -> dict[str, Any]:
+        options = self.options
+        formats = [options.format, options.bits_low, options.bits_recovery]
+        return {**super().identity(), "units": self._names, "formats": formats}
+
     def census(self) -> dict[str, Any]:
         low, recovery = ("not quantised" if f is None else f"{f.bits}-bit ({f.name})" for f in (self.low, self.recovery))
         return {
@@ -267,5 +310,5 @@ def check_bits(bits_low: int, bits_recovery: int, kind: str) -> tuple[Format, Fo
     """
     low, recovery = format_of("bits_low", kind, bits_low), format_of("bits_recovery", kind, bits_recovery)
     if low is None or (recovery is not None and recovery.bits <= low.bits):
-        raise ConfigError(f"bits_recovery={bits_recovery!r}: more than bits_low={bits_low!r} is allowed, up to 16")
+        raise ConfigError(f"bits_recovery={bits_recovery!r}: expected more than bits_low={bits_low!r}, up to 16")
     return low, recovery

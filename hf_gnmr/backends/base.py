@@ -1,22 +1,89 @@
-"""What a backend owes the rest: units with two paths each, and a way to put an active set in force.
+"""What a backend owes the rest: its options, units with two paths each, and a way to put an active set in force.
 
-A backend never sees a score or a threshold, and nothing outside it knows of formats, kernels or weights.
+A backend never sees a score or a threshold, and nothing outside this package knows about formats, kernels or weights.  What
+a recipe section, the callback, the session, the plan and the README say about a backend's options is derived from its
+`Options`; a new backend is one file and one line in `BACKENDS`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ..control.controller import Bools
+from ..config import ConfigError, nearest, one_of
+from ..control.monitor import Bools
 from .units import Unit
 
 Counts = NDArray[np.int64]
+EVAL_PATHS = ("low", "recovery", "active")
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """A backend's options: each field has its default and a docstring; values are checked at construction.
+
+    Raises:
+        ConfigError: naming field, value and what was expected.
+    """
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as plain JSON values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Field names and their defaults."""
+        return {field.name: field.default for field in dataclasses.fields(cls)}
+
+
+def check_unit(backend: str, unit: str | None, kinds: Sequence[str]) -> None:
+    """Raise ConfigError unless `unit` is None or one of the backend's kinds of unit."""
+    if unit is not None and unit not in kinds:
+        raise ConfigError(f"unit={unit!r}: expected one of {', '.join(map(repr, kinds))} with backend={backend!r}")
+
+
+def check_eval_path(eval_path: str) -> None:
+    """Raise ConfigError for an unknown path in eval mode."""
+    one_of("eval_path", eval_path, EVAL_PATHS)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to hold a recipe's base model, as the plan lists it; sizes in bytes."""
+
+    key: str
+    name: str
+    """For people."""
+    weights: int
+    """Weights on the device, recovery apart."""
+    recovery: int = 0
+    """What recovery takes on the device at most."""
+    host_bytes: int = 0
+    """Anonymous memory of the host."""
+    moved: int = 0
+    """From host to device in a step, at worst."""
+
+
+@dataclass(frozen=True)
+class BasePlan:
+    """What a plan needs to know about a base stored in few bits."""
+
+    ways: list[Way]
+    way: str
+    """Key of the way that the recipe asks for."""
+    unit_bytes: list[int]
+    """BF16 size of each recoverable unit's switched weights, the largest first."""
+    max_o: int
+    lifted: int
+    """Units on the recovery path at a time; 0: the trigger lifts none."""
 
 
 class Backend(ABC):
@@ -27,6 +94,16 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
+    Options: ClassVar[type[BackendOptions]] = BackendOptions
+    unit_kinds: ClassVar[tuple[str, ...]] = ("layer",)
+    """Kinds of unit (`units.FINDERS`) that the backend can switch, its default first."""
+    switches: ClassVar[bool] = True
+    """Whether there is a second path at all."""
+    quantised_base: ClassVar[bool] = False
+    """Whether the base model itself is stored in few bits: loaded so, frozen, trained through adapters."""
+    base_in_words: ClassVar[str] = "BF16"
+    """What a model of this backend runs once training has ended."""
+
     recoverable: Bools
     """Units with both paths."""
     bytes_low: Counts
@@ -42,12 +119,105 @@ class Backend(ABC):
     holds_all: bool = True
     """Whether all units can be active at once, whatever maxO is."""
 
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], options: BackendOptions | None = None, **settings: Any
+    ) -> None:
+        """Make the model's units switchable; every unit starts on the low-cost path.
+
+        Args:
+            model: the model.
+            units: its monitored units.
+            options: the backend's options; None: those given as keywords, defaults for the others.
+
+        Raises:
+            ConfigError: unknown options, or wrong values.
+            SetupError: a model that cannot be switched.
+        """
+        self.options = self.make_options(settings) if options is None else options
+        self.take(model, units)
+
     @abstractmethod
-    def __init__(self, model: nn.Module, units: Sequence[Unit], **options: Any) -> None:
-        """Make the model's units switchable, or raise SetupError; every unit starts on the low-cost path."""
+    def take(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        """Make the units switchable under `self.options`, or raise SetupError."""
+
+    # -- before there is a model ---------------------------------------------------------------------------------------
+
+    @classmethod
+    def make_options(cls, values: Mapping[str, Any]) -> BackendOptions:
+        """The backend's options, checked.
+
+        Raises:
+            ConfigError: an unknown option, or a wrong value.
+        """
+        for option in values:
+            if option not in cls.Options.defaults():
+                raise ConfigError(
+                    f"backend={cls.name!r} has no option {option!r}: {nearest(option, cls.Options.defaults())}"
+                )
+        return cls.Options(**values)
+
+    @classmethod
+    def unit_kind(cls, options: BackendOptions) -> str:
+        """The kind of unit that is switched, the default resolved."""
+        return getattr(options, "unit", None) or cls.unit_kinds[0]
+
+    @classmethod
+    def why_no_budget(cls, options: BackendOptions) -> str | None:
+        """Why `max_recovery_memory` cannot bound what lifted units add; None: it can."""
+        return "what a lifted unit adds depends on the tokens of a batch; give max_o"
+
+    @classmethod
+    def check_device(cls, options: BackendOptions, device: torch.device) -> None:
+        """Raise SetupError where `device` cannot run what the options ask for, before the model is loaded."""
+        return None
+
+    @classmethod
+    def quantization_config(cls, llm_int8_threshold: float) -> Any:
+        """transformers' quantization configuration that a base is loaded with; None: it is loaded as it is."""
+        return None
+
+    # -- the plan, on the meta device ------------------------------------------------------------------------------------
+
+    @classmethod
+    def quantise_on_meta(cls, model: Any) -> None:
+        """Give a model on the meta device the modules that loading gives a run's model."""
+        return None
+
+    @classmethod
+    def plan_base(
+        cls, model: Any, units: Sequence[Unit], options: BackendOptions, *, cast: bool, on_cpu: bool, seats: Any
+    ) -> BasePlan:
+        """The ways to hold a base that is stored in few bits; only where `quantised_base`.
+
+        Args:
+            model: the base on the meta device, as `quantise_on_meta` and adapters left it.
+            units: its monitored units.
+            options: the recipe's, or the defaults where it has another backend.
+            cast: the checkpoint is not BF16.
+            on_cpu: the run asks for the CPU.
+            seats: (bounds, holds_all, recoverable) -> (maxO, units lifted at a time), as the run itself would have them.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def plan_saved(
+        cls, model: Any, units: Sequence[Unit], options: BackendOptions, forward: Any, half: bool
+    ) -> dict[str, int]:
+        """Bytes kept for a micro-batch's backward, by path; raises what the run itself would refuse.
+
+        Args:
+            model: the model on the meta device, with its adapters.
+            units: its monitored units.
+            options: the recipe's.
+            forward: model -> None: one micro-batch in train mode.
+            half: products run in 16 bits (autocast).
+        """
+        return {}
+
+    # -- in force --------------------------------------------------------------------------------------------------------
 
     def reserve(self, units: int) -> None:
-        """Make room for as many active units at a time; before the first `apply`."""
+        """Make room for this many active units at a time; before the first `apply`."""
         return None
 
     @abstractmethod
@@ -65,16 +235,26 @@ class Backend(ABC):
     def remove(self) -> None:
         """Leave the model as it was found; may be called twice."""
 
+    # -- what it says about itself ---------------------------------------------------------------------------------------
+
+    def identity(self) -> dict[str, Any]:
+        """What a history belongs to, besides layers and settings: a resumed run must have the same; plain JSON values."""
+        return {"recovery": "none"}
+
     @abstractmethod
     def census(self) -> dict[str, Any]:
-        """What runs on each path, as plain JSON values for the trace and, line by line, for the user."""
+        """What runs on each path, as plain JSON values for the trace."""
+
+    def census_lines(self, census: Mapping[str, Any]) -> list[str]:
+        """The run's census (this backend's entries in it) as lines for the user."""
+        return [str(census["path"])]
 
     def step_figures(self) -> dict[str, Any]:
-        """What the backend has to say about the step that has just been done, for the trace: plain JSON values."""
+        """What the backend reports about the step that has just finished, for the trace: plain JSON values."""
         return {}
 
     def idle(self) -> Bools:
-        """Units of which nothing that is switched ran in the last step that `step_figures` told of; none, if not known."""
+        """Units in which nothing that is switched ran in the last step that `step_figures` reported; none, if unknown."""
         return np.zeros(len(self.recoverable), dtype=bool)
 
     def recovery_bytes(self, active: Bools) -> int:

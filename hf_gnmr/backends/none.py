@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ..control.controller import Bools
-from .base import Backend
+from ..control.monitor import Bools
+from .base import Backend, BackendOptions
 from .units import Unit
 
 
@@ -24,7 +24,13 @@ class NoBackend(Backend):
 
     name = "none"
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+    switches = False
+
+    @classmethod
+    def why_no_budget(cls, options: BackendOptions) -> str | None:
+        return "nothing is switched"
+
+    def take(self, model: nn.Module, units: Sequence[Unit]) -> None:
         self.recoverable = np.zeros(len(units), dtype=bool)
         self.bytes_low = np.zeros(len(units), dtype=np.int64)
         self.bytes_recovery = np.zeros(len(units), dtype=np.int64)

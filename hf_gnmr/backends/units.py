@@ -1,4 +1,4 @@
-"""Which modules make a unit: the only file that knows module and architecture names.
+"""Which modules make a unit, and what architectures and PEFT call them.
 
 A unit is a decoder layer with trainable parameters, one of its projections, its experts or one of them.  Layers are found
 by structure, not by a table of model names: the one `nn.ModuleList` inside the (text) decoder that is as long as the text
@@ -70,6 +70,17 @@ def base_model(model: nn.Module) -> Any:
 def canonical(name: str) -> str:
     """A module or parameter name as it was before PEFT wrapped the model."""
     return PEFT_COPY.sub("", name.replace(PEFT_INFIX, ""))
+
+
+def lora_part(name: str) -> str | None:
+    """Which part of LoRA a module or parameter of this name belongs to ("A", "B", "embedding_A", …); None: to none."""
+    match = re.search(r"(^|\.)lora_(\w+)", name)
+    return match[2] if match else None
+
+
+def in_adapter(name: str) -> bool:
+    """Whether a module or parameter of this name is part of a LoRA adapter."""
+    return lora_part(name) is not None
 
 
 def decoder_layers(model: nn.Module, pattern: str | None = None) -> list[tuple[int, str, nn.Module]]:
@@ -168,7 +179,7 @@ def projections_of(module: nn.Module) -> list[tuple[str, nn.Linear]]:
         if isinstance(m, nn.Linear)
         and _plain(m)
         and m.weight.requires_grad
-        and not re.search(r"(^|\.)lora_B(\.|$)", name)
+        and lora_part(name) != "B"
         and not _is_router(name)
     ]
 
@@ -187,7 +198,7 @@ def linears_of(module: nn.Module) -> list[tuple[str, nn.Linear]]:
     return [
         (name, m)
         for name, m in module.named_modules()
-        if isinstance(m, nn.Linear) and _plain(m) and not _is_router(name) and not re.search(r"(^|\.)lora_", name)
+        if isinstance(m, nn.Linear) and _plain(m) and not _is_router(name) and not in_adapter(name)
     ]
 
 

@@ -1,142 +1,186 @@
-"""Triggers that no score enters: units drawn at random, and units of a list. What the others are held against."""
+"""Triggers in which no score takes part: nobody, everybody, units drawn at random, units of a list.
+
+They are the two ends of the range and the controls that every other trigger is compared with.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from ..config import ConfigError
-from ..files import printable
-from ..trace.file import TraceError
-from ..trace.series import Series, read_series
-from .controller import Bools, Controller
+from ..config import ConfigError, share, whole
+from .controller import Bools, Record, Scores, Trigger, TriggerOptions
 
 
-class Random(Controller):
-    """Units drawn uniformly, from a generator of seed and step alone.
+class Fixed(Trigger):
+    """The same active set in every step; scores and triggers are worked out all the same, and only reported."""
 
-    Options:
-        promotion_ratio: mean share of recoverable units that is lifted.
-        trace: a trace whose promotion ratio is taken instead.
-        seed: of the draws; default 0.
-        hold: steps that a draw stays in force; default 1, anew each step. For a control that changes as seldom as a trigger
-            with a long T_lock.
-    """
+    lifted: ClassVar[bool]
+    warms_up = False
 
-    trigger = "random"
-    options = {"promotion_ratio": None, "trace": None, "seed": 0, "hold": 1}
+    def most_active(self) -> int:
+        return int(self.recoverable.sum()) if self.lifted else 0
 
-    @classmethod
-    def check(cls, given: Mapping[str, Any]) -> None:
-        seed = given["seed"]
-        if (given["promotion_ratio"] is None) == (given["trace"] is None):
-            raise ConfigError("trigger='random' takes promotion_ratio or trace, one of them")
-        _check_ratio(given["promotion_ratio"])
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise ConfigError(f"seed={seed!r}: a whole number of 0 or more is allowed")
-        hold = given["hold"]
-        if isinstance(hold, bool) or not isinstance(hold, int) or hold < 1:
-            raise ConfigError(f"hold={hold!r}: a whole number of steps, 1 or more, is allowed")
+    def choose(self, scores: Scores) -> tuple[Bools, Bools]:
+        return self.above_threshold(scores), self.before_scores()
 
-    def _prepare(self) -> None:
-        ratio = self.given["promotion_ratio"]
+    def before_scores(self) -> Bools:
+        return self.recoverable & self.lifted
+
+
+class NoneLifted(Fixed):
+    """Every unit on the low-cost path: fixed INT8."""
+
+    name = "none"
+    lifted = False
+
+
+class AllLifted(Fixed):
+    """Every recoverable unit on the recovery path of the same switched model."""
+
+    name = "all"
+    lifted = True
+
+
+@dataclass(frozen=True)
+class RandomOptions(TriggerOptions):
+    """How many units are drawn, and how often. Expects `promotion_ratio` or `trace`, exactly one of them."""
+
+    promotion_ratio: float | None = None
+    """Mean share of the recoverable units that is lifted, 0 to 1."""
+    trace: str | None = None
+    """A trace whose promotion ratio is used instead."""
+    seed: int = 0
+    """Seed of the draws, at least 0."""
+    hold: int = 1
+    """Steps that a draw stays in force, at least 1: a control that changes as seldom as a trigger with a long T_lock."""
+
+    def __post_init__(self) -> None:
+        if (self.promotion_ratio is None) == (self.trace is None):
+            raise ConfigError("trigger='random': expected promotion_ratio or trace, exactly one of them")
+        if self.promotion_ratio is not None:
+            share("promotion_ratio", self.promotion_ratio)
+        for name, least, what in (("seed", 0, "a whole number"), ("hold", 1, "a whole number of steps")):
+            object.__setattr__(self, name, whole(name, getattr(self, name), least, what))
+
+    def resolved(self, record: Record, names: Sequence[str], recoverable: Bools) -> RandomOptions:
+        return dataclasses.replace(self, promotion_ratio=float(record.promotion_ratio()), trace=None)
+
+
+class Random(Trigger):
+    """Units drawn uniformly, by a generator that depends on seed and step only."""
+
+    name = "random"
+    Options = RandomOptions
+    options: RandomOptions
+
+    def prepare(self) -> None:
+        ratio = self.options.promotion_ratio
         if ratio is None:
-            ratio = promotion_ratio(str(self.given["trace"]))
+            raise unresolved(self.name, self.options.trace)
         self.mean = float(ratio) * int(self.recoverable.sum())
         if self.mean > self.max_o + 1e-9:
             raise ConfigError(
-                f"promotion_ratio={ratio!r} is {self.mean:g} units in the mean, and max_o allows {self.max_o}: raise one or "
+                f"promotion_ratio={ratio!r} is {self.mean:g} units on average, but max_o allows {self.max_o}: raise one or "
                 "lower the other"
             )
-        # What the ratio came to is what a resumed run is held to, whatever became of the trace.
-        self.given = {**self.given, "promotion_ratio": float(ratio), "trace": None}
+        self.options = dataclasses.replace(self.options, promotion_ratio=float(ratio))
 
-    def _paths(self, seated: Bools) -> Bools:
-        if self.steps_done + 1 <= self.fidelity_warmup_steps:
-            return self.recoverable.copy()
-        generator = np.random.default_rng([self.given["seed"], self.steps_done // self.given["hold"]])
-        whole = math.floor(self.mean + 1e-9)
-        number = whole + int(generator.random() < self.mean - whole)
+    def choose(self, scores: Scores) -> tuple[Bools, Bools]:
+        return self.above_threshold(scores), self.before_scores()
+
+    def before_scores(self) -> Bools:
+        generator = np.random.default_rng([self.options.seed, self.steps_done // self.options.hold])
+        rounded_down = math.floor(self.mean + 1e-9)
+        count = rounded_down + int(generator.random() < self.mean - rounded_down)
         drawn = np.zeros(self.num_units, dtype=bool)
-        drawn[generator.choice(np.flatnonzero(self.recoverable), size=number, replace=False)] = True
+        drawn[generator.choice(np.flatnonzero(self.recoverable), size=count, replace=False)] = True
         return drawn
 
 
-class Listed(Controller):
+@dataclass(frozen=True)
+class ListedOptions(TriggerOptions):
+    """Which units are lifted. Expects `units` (and `promotion_ratio`, unless all of them always), or `trace`."""
+
+    units: list[str] | None = None
+    """Names of units or patterns of them (``*.down_proj``), in order."""
+    promotion_ratio: float | None = None
+    """Mean share of the recoverable units that is lifted, 0 to 1: the first of the list in every step, the next one in as
+    many steps as the fraction asks for. None: the whole list."""
+    trace: str | None = None
+    """A trace to take both from, of a run over units of the same names."""
+
+    def __post_init__(self) -> None:
+        if (self.units is None) == (self.trace is None) or (self.trace is not None and self.promotion_ratio is not None):
+            raise ConfigError("trigger='listed': expected units (and promotion_ratio, unless all of them always), or trace")
+        is_list = isinstance(self.units, (list, tuple)) and self.units and all(isinstance(u, str) for u in self.units)
+        if self.trace is None and not is_list:
+            raise ConfigError(f"units={self.units!r}: expected a list of names or patterns of units")
+        if self.promotion_ratio is not None:
+            share("promotion_ratio", self.promotion_ratio)
+
+    def resolved(self, record: Record, names: Sequence[str], recoverable: Bools) -> ListedOptions:
+        units = record.most_lifted(names, recoverable)
+        return ListedOptions(units=units, promotion_ratio=float(record.promotion_ratio()))
+
+
+class Listed(Trigger):
     """The same units for good.
 
-    With `trace` the second control beside `random`: as many units as that run lifted in the mean, and those that it lifted
-    most often, so that what differs from that run is the timing alone.
-
-    Options:
-        units: names of units or patterns of them (``*.down_proj``), in order.
-        promotion_ratio: mean share of the recoverable units that is lifted: the first of the list in every step, the next
-            one in as many steps as the fraction asks for; default: all of the list.
-        trace: a trace to take both from, of a run over units of the same names.
+    With a trace it is the second control besides `random`: as many units as that run lifted on average, and those that it
+    lifted most often, so that only the timing differs from that run.
     """
 
-    trigger = "listed"
-    options = {"units": None, "promotion_ratio": None, "trace": None}
+    name = "listed"
+    Options = ListedOptions
+    options: ListedOptions
 
-    @classmethod
-    def check(cls, given: Mapping[str, Any]) -> None:
-        units, ratio, trace = given["units"], given["promotion_ratio"], given["trace"]
-        if (units is None) == (trace is None) or (trace is not None and ratio is not None):
-            raise ConfigError("trigger='listed' takes units (and promotion_ratio, if not all of them always), or trace")
-        listed = isinstance(units, (list, tuple)) and units and all(isinstance(unit, str) for unit in units)
-        if trace is None and not listed:
-            raise ConfigError(f"units={units!r}: a list of names or patterns of units is allowed")
-        _check_ratio(ratio)
-
-    def _prepare(self) -> None:
-        units, ratio, trace = self.given["units"], self.given["promotion_ratio"], self.given["trace"]
+    def prepare(self) -> None:
+        if self.options.units is None:
+            raise unresolved(self.name, self.options.trace)
         if not self.names:
             raise ConfigError("trigger='listed' needs the names of the units (make_trigger's `names`)")
-        if trace is not None:
-            self._order, ratio = _most_lifted(str(trace), self.names, self.recoverable)
-        else:
-            self._order = self._matching(units)
+        self._order = self._matching(self.options.units)
         count = int(self.recoverable.sum())
+        ratio = self.options.promotion_ratio
         ratio = len(self._order) / count if ratio is None else ratio
         self.mean = float(ratio) * count
         if self.mean > len(self._order) + 1e-9:
             raise ConfigError(
-                f"promotion_ratio={ratio!r} is {self.mean:g} units in the mean, and the list has {len(self._order)}"
+                f"promotion_ratio={ratio!r} is {self.mean:g} units on average, but the list has {len(self._order)}"
             )
-        # As with `random`: a resumed run is held to what a trace came to.
-        self.given = {
-            "units": [self.names[unit] for unit in self._order],
-            "promotion_ratio": float(ratio),
-            "trace": None,
-        }
+        self.options = ListedOptions([self.names[unit] for unit in self._order], float(ratio))
 
     def _matching(self, patterns: Sequence[str]) -> list[int]:
-        """Indices of the recoverable units that the patterns name, in the patterns' order, each once."""
-        found: dict[int, None] = {}
+        """Indices of the recoverable units that match the patterns, in the patterns' order, each once."""
+        order: dict[int, None] = {}
         for pattern in patterns:
-            named = [i for i, name in enumerate(self.names) if name == pattern or fnmatchcase(name, pattern)]
-            able = [i for i in named if self.recoverable[i]]
-            if not able:
-                what = "matches no unit" if not named else "matches only units without a recovery path"
+            matches = [i for i, name in enumerate(self.names) if name == pattern or fnmatchcase(name, pattern)]
+            usable = [i for i in matches if self.recoverable[i]]
+            if not usable:
+                what = "matches no unit" if not matches else "matches only units without a recovery path"
                 raise ConfigError(
-                    f"units={pattern!r} {what}: a name from {self.names[0]} to {self.names[-1]}, or a pattern such as "
-                    f"'*.{self.names[-1].rpartition('.')[2]}', is allowed"
+                    f"units={pattern!r} {what}: expected a name from {self.names[0]} to {self.names[-1]}, or a pattern such "
+                    f"as '*.{self.names[-1].rpartition('.')[2]}'"
                 )
-            found.update(dict.fromkeys(able))
-        return list(found)
+            order.update(dict.fromkeys(usable))
+        return list(order)
 
     def most_active(self) -> int:
         if self.fidelity_warmup_steps:
             return int(self.recoverable.sum())
         return math.ceil(self.mean - 1e-9)
 
-    def _paths(self, seated: Bools) -> Bools:
-        if self.steps_done + 1 <= self.fidelity_warmup_steps:
-            return self.recoverable.copy()
+    def choose(self, scores: Scores) -> tuple[Bools, Bools]:
+        return self.above_threshold(scores), self.before_scores()
+
+    def before_scores(self) -> Bools:
         # The number of seats so far is rounded down in every step: a fraction is spread evenly, without any state.
         before, after = (math.floor(self.mean * steps + 1e-9) for steps in (self.steps_done, self.steps_done + 1))
         lifted = np.zeros(self.num_units, dtype=bool)
@@ -144,60 +188,9 @@ class Listed(Controller):
         return lifted
 
 
-def _check_ratio(ratio: Any) -> None:
-    if ratio is not None and (isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1):
-        raise ConfigError(f"promotion_ratio={ratio!r}: a number from 0 to 1 is allowed")
-
-
-def promotion_ratio(path: str) -> float:
-    """Of a trace (or the folder of a run), a fidelity warm-up apart.
-
-    Raises:
-        ConfigError: no trace, a broken one, or none with a step of recoverable units.
-    """
-    return _ratio_of(path, *_after_warm_up(path))
-
-
-def _ratio_of(path: str, series: Series, rows: Bools) -> float:
-    pairs = int(rows.sum()) * int(series.recoverable.sum())
-    if not pairs:
-        raise ConfigError(f"trace={path!r} has no step or no recoverable unit: no promotion ratio")
-    return int(series.active[rows].sum()) / pairs
-
-
-def _most_lifted(path: str, names: Sequence[str], recoverable: Bools) -> tuple[list[int], float]:
-    """Indices of the recoverable units, those first that a trace over the same units lifted in the most steps, and its
-    promotion ratio."""
-    series, rows = _after_warm_up(path)
-    ours, theirs = (
-        [(name, bool(able)) for name, able in zip(*both, strict=True)]
-        for both in (
-            ([printable(name) for name in names], recoverable),
-            (series.names, series.recoverable),
-        )
+def unresolved(name: str, trace: Any) -> ConfigError:
+    """The error of a trigger that is given a trace instead of what it comes to."""
+    return ConfigError(
+        f"trigger={name!r} with trace={str(trace)!r}: a trigger opens no files; resolve the trace first "
+        "(hf_gnmr.trace.lifted.resolve_trigger_options)"
     )
-    if ours != theirs:
-        unit = next((pair for pair in zip(theirs, ours, strict=False) if pair[0] != pair[1]), None)
-        if unit is None:
-            told = f"{len(theirs)} units, this run {len(ours)}"
-        elif unit[0][0] != unit[1][0]:
-            told = f"a unit {unit[0][0]!r}, this run {unit[1][0]!r}"
-        else:
-            told = f"a unit {unit[0][0]!r} {'with' if unit[0][1] else 'without'} a recovery path, unlike this run"
-        raise ConfigError(f"trace={path!r} has {told}: a trace over the same units is allowed")
-    counts = series.active[rows].sum(axis=0)
-    order = sorted(np.flatnonzero(recoverable).tolist(), key=lambda unit: -counts[unit])
-    return order, _ratio_of(path, series, rows)
-
-
-def _after_warm_up(path: str) -> tuple[Series, Bools]:
-    """A trace, and which of its lines count: steps of the controller, a fidelity warm-up apart, bool, (S,)."""
-    try:
-        series = read_series(path)
-    except TraceError as error:
-        raise ConfigError(f"trace={path!r}: {error}") from error
-    share, total = series.header["config"].get("fidelity_warmup", 0.0), series.header["total_steps"]
-    if isinstance(share, bool) or not isinstance(share, (int, float)):
-        raise ConfigError(f"trace={path!r}: its header has fidelity_warmup={share!r}, no share")
-    warm_up = math.ceil(share * total - 1e-9) if share and total else 0
-    return series, series.counted & (series.step > warm_up)

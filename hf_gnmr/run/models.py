@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ..backends import BACKENDS
+from ..backends.units import lora_part
 from ..config import GNMRConfig, SetupError
 from .sections import LoraSection, ModelSection, RecipeError
 
@@ -54,11 +56,11 @@ def check_depth(source: str, section: ModelSection, gnmr: GNMRConfig | None, lor
     if depth is None:
         return
     if gnmr is not None and isinstance(gnmr.max_o, int) and gnmr.max_o > depth:
-        raise RecipeError(f"gnmr.max_o={gnmr.max_o}: the model has {depth} decoder layers, at most that is allowed")
+        raise RecipeError(f"gnmr.max_o={gnmr.max_o}: expected at most {depth}, the model's decoder layers")
     chosen = None if lora is None else lora.layers_to_transform
     beyond = [layer for layer in chosen or [] if not 0 <= layer < depth]
     if beyond and lora is not None:
-        raise RecipeError(f"lora.layers_to_transform={lora.layers_to_transform}: the layers are 0 to {depth - 1}")
+        raise RecipeError(f"lora.layers_to_transform={lora.layers_to_transform}: expected layers from 0 to {depth - 1}")
 
 
 def build_from_scratch(section: ModelSection, seed: int) -> Any:
@@ -134,16 +136,15 @@ def load_tokenizer(source: str, section: ModelSection) -> Any:
 
 
 def load_base(source: str, section: ModelSection, backend: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """The base model in BF16, or another dtype (backend none), or with its linears in bitsandbytes 8-bit (backend int8).
+    """The base model in `dtype`, or as the backend of this name stores it (8-bit linears for int8).
 
     Raises:
         RecipeError: it cannot be loaded.
     """
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoModelForCausalLM
 
-    options: dict[str, Any] = {}
-    if backend == "int8":
-        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=section.llm_int8_threshold)
+    quantization = BACKENDS[backend].quantization_config(section.llm_int8_threshold)
+    options = {} if quantization is None else {"quantization_config": quantization}
     try:
         return AutoModelForCausalLM.from_pretrained(
             source,
@@ -220,13 +221,13 @@ def load_adapter(model: Any, folder: str, key: str) -> None:
 def draw_adapters(model: Any, seed: int) -> None:
     """A ~ U(±1/√fan_in), PEFT's distribution (Kaiming with a = √5), in fp32 and per name; B = 0."""
     for name, p in model.named_parameters():
-        if ".lora_A." in name:
+        if lora_part(name) == "A":
             digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
             bound = 1 / math.sqrt(p.shape[1])
             with torch.no_grad():
                 p.copy_(torch.empty(p.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator))
-        elif ".lora_B." in name:
+        elif lora_part(name) == "B":
             torch.nn.init.zeros_(p)
 
 

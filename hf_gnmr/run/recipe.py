@@ -15,6 +15,7 @@ import math
 import os
 import re
 import typing
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
@@ -22,10 +23,11 @@ from typing import Any, Literal
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from ..config import ConfigError, GNMRConfig
+from ..backends import BACKENDS, option_names
+from ..config import ConfigError, GNMRConfig, one_of
+from ..control.triggers import TRIGGERS
+from ..training.options import DEFAULT_BACKEND, DEFAULT_TRIGGER
 from .sections import (
-    OF_BACKEND,
-    UNITS,
     BackendSection,
     DataSection,
     LoraSection,
@@ -91,7 +93,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | tuple[str, 
         overrides: ``section.key=value``, the value in YAML.
 
     Raises:
-        RecipeError: naming key, value and what is allowed.
+        RecipeError: naming key, value and what was expected.
     """
     raw = _read(Path(path))
     changes: dict[str, dict[str, Any]] = {}
@@ -99,7 +101,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | tuple[str, 
         key, equals, text = override.partition("=")
         section, dot, name = key.partition(".")
         if not equals or not dot or not name:
-            raise RecipeError(f"override {override!r}: section.key=value is allowed, e.g. training.max_steps=20")
+            raise RecipeError(f"override {override!r}: expected section.key=value, e.g. training.max_steps=20")
         _known(section, list(SECTIONS), "section")
         try:
             if raw.get(section) is False:
@@ -118,6 +120,8 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | tuple[str, 
     for section, cls in SECTIONS.items():
         if section == "lora" and raw.get(section) is False:
             sections[section] = None
+        elif section in READERS:
+            sections[section] = READERS[section](raw.get(section, {}))
         elif section != "training":
             sections[section] = _section(section, cls, raw.get(section, {}))
     recipe = Recipe(**sections)
@@ -139,7 +143,7 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
     base: dict[str, Any] = {}
     if extended is not None:
         if not isinstance(extended, str):
-            raise RecipeError(f"extends={extended!r}: the file name of a recipe beside this one is allowed")
+            raise RecipeError(f"extends={extended!r}: expected the file name of a recipe beside this one")
         if path.resolve() in below:
             raise RecipeError(f"{path} extends itself, by way of {', '.join(p.name for p in below)}")
         base = _read(path.parent / extended, (*below, path.resolve()))
@@ -159,11 +163,11 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 def _over(section: str, below: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     """`values` over those of a recipe below; where they name another backend, the options that it does not have go."""
-    if section == "backend" and "name" in values and values["name"] != below.get("name", BackendSection.name):
-        its_own = OF_BACKEND.get(str(values["name"]), ())
-        others = {option for names in OF_BACKEND.values() for option in names if option not in its_own}
-        below = {key: value for key, value in below.items() if key not in others}
-        if below.get("unit") not in UNITS.get(str(values["name"]), ()):
+    if section == "backend" and "name" in values and values["name"] != below.get("name", DEFAULT_BACKEND):
+        backend = BACKENDS.get(str(values["name"]))
+        own = {} if backend is None else backend.Options.defaults()
+        below = {key: value for key, value in below.items() if key in own or key not in option_names()}
+        if backend is None or below.get("unit") not in backend.unit_kinds:
             below.pop("unit", None)
     return {**below, **values}
 
@@ -177,11 +181,13 @@ def _fits_together(recipe: Recipe) -> None:
         if "dtype" in model.architecture:
             raise RecipeError("model.architecture.dtype: for model.name='scratch' give model.dtype instead")
         if recipe.lora is not None:
-            raise RecipeError("model.name='scratch' trains all weights: lora: false is allowed")
+            raise RecipeError("model.name='scratch' trains all weights: expected lora: false")
     elif model.tokenizer is not None:
         raise RecipeError(f"model.tokenizer={model.tokenizer!r} is for model.name='scratch'; {model.name} has its own")
-    if recipe.lora is None and recipe.backend.name == "int8":
-        raise RecipeError("lora: false with backend.name='int8': 8-bit weights cannot be trained; adapters are needed")
+    if recipe.lora is None and BACKENDS[recipe.backend.name].quantised_base:
+        raise RecipeError(
+            f"lora: false with backend.name={recipe.backend.name!r}: a base in few bits cannot be trained; it needs adapters"
+        )
     if recipe.lora is not None and model.dtype is not None:
         raise RecipeError(f"model.dtype={model.dtype!r} is for lora: false; under LoRA the base is BF16 or INT8")
     if data.text is None and data.streaming:
@@ -205,12 +211,78 @@ def _section(section: str, cls: type, values: dict[str, Any]) -> Any:
     for name in required:
         if name not in checked:
             raise RecipeError(f"{section}.{name} is missing")
+    return _checked(section, cls, checked)
+
+
+def _checked(section: str, make: Callable[..., Any], values: dict[str, Any]) -> Any:
+    """What `make` makes of the values; its refusal with the section before the field."""
     try:
-        return cls(**checked)
+        return make(**values)
     except RecipeError:
         raise
     except ConfigError as error:
         raise RecipeError(f"{section}.{error}") from error
+
+
+def backend_section(values: dict[str, Any]) -> BackendSection:
+    """The section `backend`: a name, and the options that the backend of that name declares.
+
+    Raises:
+        RecipeError: an unknown backend or option, or a wrong value.
+    """
+    options = {cls.name: cls.Options for cls in BACKENDS.values()}
+    name, own = _choice("backend", DEFAULT_BACKEND, options, values, ("max_recovery_memory",))
+    budget = own.pop("max_recovery_memory", None)
+    hint = typing.get_type_hints(BackendSection)["max_recovery_memory"]
+    budget = check_value("backend.max_recovery_memory", budget, hint)
+    return BackendSection(name, budget, _checked("backend", options[name], own))
+
+
+def trigger_section(values: dict[str, Any]) -> TriggerSection:
+    """The section `trigger`: a name, and the options that the trigger of that name declares.
+
+    Raises:
+        RecipeError: an unknown trigger or option, or a wrong value.
+    """
+    options = {cls.name: cls.Options for cls in TRIGGERS.values()}
+    # A null says that an option was not given.
+    given = {key: value for key, value in values.items() if value is not None}
+    name, own = _choice("trigger", DEFAULT_TRIGGER, options, given, ())
+    return TriggerSection(name, _checked("trigger", options[name], own))
+
+
+def _choice(
+    section: str, default: str, options: Mapping[str, Any], values: dict[str, Any], common: tuple[str, ...]
+) -> tuple[str, dict[str, Any]]:
+    """The name that a section chooses, and its values for that choice, each of its field's type.
+
+    An option of another backend may be given at its default, where it has no effect (recipes as version 0.1.0 resolved them
+    list the options of all backends).
+    """
+    name = check_value(f"{section}.name", values.get("name", default), str)
+    _checked(section, one_of, {"name": "name", "value": name, "choices": options})
+    hints, own = typing.get_type_hints(options[name]), {}
+    for key, value in values.items():
+        if key == "name":
+            continue
+        owners = [owner for owner, cls in options.items() if key in cls.defaults()]
+        if key in common:
+            own[key] = value
+        elif key in options[name].defaults():
+            own[key] = check_value(f"{section}.{key}", value, hints[key])
+        elif not owners:
+            known = dict.fromkeys(["name", *common, *(k for cls in options.values() for k in cls.defaults())])
+            _known(key, list(known), "key", f"{section}.")
+        elif section != "backend" or value not in [options[owner].defaults()[key] for owner in owners]:
+            raise RecipeError(
+                f"{section}.{key}={value!r} belongs to {section}.name={' or '.join(map(repr, owners))}; this recipe has "
+                f"{name!r}"
+            )
+    return name, own
+
+
+READERS: dict[str, Callable[[dict[str, Any]], Any]] = {"backend": backend_section, "trigger": trigger_section}
+"""Sections whose keys depend on what they name."""
 
 
 def check_training(values: dict[str, Any]) -> dict[str, Any]:
@@ -232,21 +304,21 @@ def check_value(key: str, value: Any, hint: Any) -> Any:
     """`value` as the type `hint`, within the range of `key`.
 
     Raises:
-        RecipeError: naming key, value and the type or range that is allowed.
+        RecipeError: naming key, value and the expected type or range.
     """
     allowed = _words(hint)
     union = typing.get_args(hint) or (hint,)
     if isinstance(value, bool) and not any(t in (bool, Any) or _holds(t, value) for t in union):
-        raise RecipeError(f"{key}={value!r}: {allowed} is allowed")
+        raise RecipeError(f"{key}={value!r}: expected {allowed}")
     names = [member.value for t in union if isinstance(t, type) and issubclass(t, Enum) for member in t]
     if names and isinstance(value, str) and value not in names:
         near = difflib.get_close_matches(value, names, n=1)
         listed = ", ".join(map(repr, names)) if len(names) <= 12 else f"one of {len(names)} names"
-        raise RecipeError(f"{key}={value!r}: {f'did you mean {near[0]!r}? ' if near else ''}{listed} is allowed")
+        raise RecipeError(f"{key}={value!r}: {f'did you mean {near[0]!r}? ' if near else ''}expected {listed}")
     try:
         result = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
     except ValidationError as error:
-        raise RecipeError(f"{key}={value!r}: {allowed} is allowed") from error
+        raise RecipeError(f"{key}={value!r}: expected {allowed}") from error
     # GNMRConfig checks its own ranges.
     if isinstance(result, (int, float)) and not isinstance(result, bool) and not key.startswith("gnmr."):
         least, most = LEAST.get(key, -math.inf), MOST.get(key, math.inf)
@@ -254,7 +326,7 @@ def check_value(key: str, value: Any, hint: Any) -> Any:
         if not ((math.isfinite(result) and least <= result <= most) or by_epochs):
             bounds = [f"at least {least:g}"] if least > -math.inf else []
             bounds += [f"at most {most:g}"] if most < math.inf else []
-            raise RecipeError(f"{key}={value!r}: a finite number{', ' if bounds else ''}{' and '.join(bounds)}, is allowed")
+            raise RecipeError(f"{key}={value!r}: expected a finite number{', ' if bounds else ''}{' and '.join(bounds)}")
     return result
 
 

@@ -8,11 +8,15 @@ from typing import Any, Literal
 
 import yaml
 
+from ..backends import BACKENDS, BackendOptions
 from ..config import ConfigError, GNMRConfig
+from ..control.controller import TriggerOptions
+from ..control.triggers import TRIGGERS
+from ..training.options import DEFAULT_BACKEND, DEFAULT_TRIGGER
 
 
 class RecipeError(ConfigError):
-    """A recipe or override that cannot be run; the message names key, value and what is allowed."""
+    """A recipe or override that cannot be run; the message names key, value and what was expected."""
 
 
 @dataclass
@@ -89,73 +93,42 @@ class DataSection:
     """Exact match compares what follows this marker (the whole answer where the reference has none)."""
 
 
-OF_BACKEND = {
-    "int8": ("recovery", "recovery_source", "pin_memory", "eval_path"),
-    "activation": ("bits_low", "bits_recovery", "format", "unit"),
-    "fp8": ("emulate", "eval_path", "unit"),
-    "lowbit": ("bits_low", "bits_recovery", "eval_path", "unit"),
-}
-"""Options that not every backend has."""
-UNITS = {
-    "activation": ("projection", "layer"),
-    "fp8": ("layer", "experts", "expert"),
-    "lowbit": ("layer", "experts", "expert"),
-}
-"""Kinds of unit that a backend has, its default first; the others' units are decoder layers."""
-
-
 @dataclass
 class BackendSection:
-    """What is switched."""
+    """What is switched, and the options of that backend (its `Options` declares them, with defaults and checks)."""
 
-    name: str = "int8"
-    recovery: str = "host"
-    """The store of recovery weights: ``host``, ``device`` or ``dequantize``."""
-    recovery_source: str | None = None
+    name: str = DEFAULT_BACKEND
+    """One of `backends.BACKENDS`."""
     max_recovery_memory: int | str | None = None
     """Device memory that lifted layers may add, instead of gnmr.max_o: bytes, ``6GB``, ``500MiB``."""
-    pin_memory: bool = False
-    eval_path: str = "low"
-    unit: str | None = None
-    """What is switched as one. ``activation``: ``projection`` (the default) or ``layer``; ``fp8``, ``lowbit``: ``layer``
-    (the default), ``experts`` (a layer's experts together) or ``expert`` (each)."""
-    bits_low: int = 4
-    """Bits on the low-cost path. ``activation``, of saved activations: 2 to 8; ``lowbit``: 4 or 6."""
-    bits_recovery: int = 8
-    """On the recovery path; 16: not quantised."""
-    format: str = "float"
-    """``activation``: ``float`` (E2M1, E3M2, E4M3) or ``int``."""
-    emulate: bool | Literal["auto"] = False
-    """``fp8``: true: emulated; ``auto``: emulated where the device has no FP8; false: refused there."""
+    options: BackendOptions = field(default_factory=BACKENDS[DEFAULT_BACKEND].Options)
+    """The backend's own; in YAML they are keys of the section."""
 
-    def options(self) -> dict[str, Any]:
-        """As `hf_gnmr.training.options.Options` names them."""
-        return {("backend" if k == "name" else k): v for k, v in dataclasses.asdict(self).items()}
+    def keywords(self) -> dict[str, Any]:
+        """As `GNMRCallback` takes them."""
+        return {"backend": self.name, "max_recovery_memory": self.max_recovery_memory, **self.options.to_dict()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the section is written."""
+        return {"name": self.name, "max_recovery_memory": self.max_recovery_memory, **self.options.to_dict()}
 
 
 @dataclass
 class TriggerSection:
-    """How units are chosen."""
+    """How units are chosen, and the options of that trigger (its `Options` declares them, with defaults and checks)."""
 
-    name: str = "gnmr"
-    promotion_ratio: float | None = None
-    """``random``, ``listed``: mean share of units that is lifted."""
-    trace: str | None = None
-    """``random``: a trace whose promotion ratio is taken instead; ``listed``: whose most lifted units are, too."""
-    units: list[str] | None = None
-    """``listed``: names or patterns of the units that are lifted for good."""
-    seed: int | None = None
-    """``random``: of the draws; None: 0."""
-    hold: int | None = None
-    """``random``: steps that a draw stays in force; None: 1."""
-    warmup: int | float | None = None
-    """``static``: steps of the warm-up in 16 bits, or a share of all; None: 500."""
-    share: float | None = None
-    """``static``: share of units that is lifted for good; None: 0.25."""
+    name: str = DEFAULT_TRIGGER
+    """One of `control.triggers.TRIGGERS`."""
+    options: TriggerOptions = field(default_factory=TRIGGERS[DEFAULT_TRIGGER].Options)
+    """The trigger's own; in YAML they are keys of the section."""
 
-    def options(self) -> dict[str, Any]:
-        """The trigger's own options that were given."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if k != "name" and v is not None}
+    def keywords(self) -> dict[str, Any]:
+        """As `GNMRCallback` takes them."""
+        return {"trigger": self.name, "trigger_options": self.options}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the section is written."""
+        return {"name": self.name, **self.options.to_dict()}
 
 
 @dataclass
@@ -184,9 +157,14 @@ class Recipe:
     trigger: TriggerSection = field(default_factory=TriggerSection)
     run: RunSection = field(default_factory=RunSection)
 
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """The recipe as resolved, by section, plain values; options of backend and trigger are keys of their sections."""
+        values = dataclasses.asdict(self)
+        return {**values, "backend": self.backend.to_dict(), "trigger": self.trigger.to_dict()}
+
     def to_yaml(self) -> str:
         """The recipe as resolved; reading it back gives an equal one."""
-        values = dataclasses.asdict(self)
+        values: dict[str, Any] = self.to_dict()
         if self.lora is None:
             values["lora"] = False
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

@@ -8,7 +8,6 @@ A step's way: the model's backward leaves a reading of the norms (`gradients`), 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import warnings
 from collections.abc import Mapping
@@ -23,11 +22,11 @@ from transformers.trainer_callback import ExportableState
 
 from ..backends.units import Unit
 from ..config import ConfigError, GNMRConfig, SetupError
-from ..control.controller import Controller, Decision
+from ..control.controller import Decision, Trigger
 from .checkpoints import load_renamed
 from .checks import refuse_unreadable_gradients, refuse_windows_never_full
 from .journal import TRACE_FILE
-from .options import Options, make_config, take_over, trigger_over
+from .options import DEFAULT_BACKEND, DEFAULT_TRIGGER, Options, make_config, split_settings, take_over, trigger_over
 from .session import GNMRSession
 
 SIGNAL_FILE = "gnmr_trigger.safetensors"
@@ -43,19 +42,11 @@ class GNMRCallback(TrainerCallback, ExportableState):
         trigger: "gnmr", "none" (all on the low-cost path), "all" (all on the recovery path), "gsnr", "jacobian", "static",
             "random", "listed".
         trigger_options: the trigger's own, see `hf_gnmr.control.triggers`, e.g. {"promotion_ratio": 0.1} of "random".
-        recovery: the store of recovery weights: "host" (originals off the device), "device" (both paths resident, about two
-            bytes a weight) or "dequantize" (BF16 compute on the 8-bit weights).
-        recovery_source: folder or Hub id of the original weights; None: what the model was loaded from.
         layers: pattern for the decoder layers of an unknown architecture, e.g. "transformer.blocks.*".
-        eval_path: path in eval mode: "low", "recovery" or "active".
         max_recovery_memory: device memory that lifted layers may add, instead of max_o: bytes, "6GB", "500MiB".
-        pin_memory: with "host" on an accelerator, hold the originals in pinned host memory.
-        unit: what is switched as one: "projection" or "layer" ("activation"); "layer", "experts" or "expert" ("fp8",
-            "lowbit"); None: the first of them.
-        bits_low, bits_recovery: bits on either path: 2 to 8 or 16 ("activation"), 4 or 6 and 8 or 16 ("lowbit").
-        format: of "activation": "float" or "int".
-        emulate: of "fp8": true, false or "auto" (emulated where the device has no FP8).
         trace_path: file for the trace; None: `trace.jsonl` in the Trainer's output_dir; False: no trace, no summary.
+        settings: the backend's own options (README's table lists them; `hf_gnmr.backends` declares them) and the fields of
+            `GNMRConfig`.
 
     Raises:
         ConfigError: at construction, a setting that is not allowed.
@@ -66,42 +57,19 @@ class GNMRCallback(TrainerCallback, ExportableState):
         self,
         config: GNMRConfig | dict[str, Any] | None = None,
         *,
-        backend: str = "int8",
-        trigger: str = "gnmr",
-        recovery: str = "host",
-        recovery_source: str | os.PathLike[str] | None = None,
-        layers: str | None = None,
-        eval_path: str = "low",
-        max_recovery_memory: int | str | None = None,
-        pin_memory: bool = False,
+        backend: str = DEFAULT_BACKEND,
+        trigger: str = DEFAULT_TRIGGER,
         trigger_options: Mapping[str, Any] | None = None,
-        unit: str | None = None,
-        bits_low: int = 4,
-        bits_recovery: int = 8,
-        format: str = "float",
-        emulate: bool | str = False,
+        layers: str | None = None,
+        max_recovery_memory: int | str | None = None,
         trace_path: str | os.PathLike[str] | bool | None = None,
         **settings: Any,
     ) -> None:
-        self.config = make_config(config, settings, "GNMRCallback")
-        self.options = Options(
-            backend=backend,
-            trigger=trigger,
-            trigger_options=trigger_options or {},
-            recovery=recovery,
-            recovery_source=recovery_source,
-            max_recovery_memory=max_recovery_memory,
-            pin_memory=pin_memory,
-            layers=layers,
-            eval_path=eval_path,
-            unit=unit,
-            bits_low=bits_low,
-            bits_recovery=bits_recovery,
-            format=format,
-            emulate=emulate,
-        )
+        of_backend, thresholds = split_settings(settings, "GNMRCallback")
+        self.config = make_config(config, thresholds, "GNMRCallback")
+        self.options = Options(backend, trigger, trigger_options, layers, max_recovery_memory, **of_backend)
         if trace_path is not None and trace_path is not False and not isinstance(trace_path, (str, os.PathLike)):
-            raise ConfigError(f"trace_path={trace_path!r}: a path, None or False is allowed")
+            raise ConfigError(f"trace_path={trace_path!r}: expected a path, None or False")
         self.trace_path = trace_path
         self.session: GNMRSession | None = None
         """The training that runs, or the last one that ran."""
@@ -122,7 +90,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
         return [] if self.session is None else self.session.units
 
     @property
-    def controller(self) -> Controller | None:
+    def controller(self) -> Trigger | None:
         """The controller at work; None before train begin."""
         return None if self.session is None else self.session.controller
 
@@ -228,16 +196,12 @@ class GNMRCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """What the Trainer stores in `trainer_state.json`: arguments to build this callback anew, and its state."""
-        options = dataclasses.asdict(self.options)
-        source = options["recovery_source"]
+        path = self.trace_path
         return {
             "args": {
                 "config": self.config.to_dict(),
-                **options,
-                "recovery_source": None if source is None else str(source),
-                "trace_path": self.trace_path
-                if isinstance(self.trace_path, bool) or self.trace_path is None
-                else str(self.trace_path),
+                **self.options.to_dict(),
+                "trace_path": path if isinstance(path, bool) or path is None else str(path),
             },
             "attributes": {
                 "_state": self.controller.state_dict() if self.controller is not None else self._state,

@@ -1,4 +1,4 @@
-"""What a run says about itself: the census at train begin, the trace's header, and one line at the end."""
+"""What a run reports about itself: the census at train begin, the trace's header, and one line at the end."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from ..backends import Backend
 from ..backends.units import Unit
-from ..control.controller import Controller
+from ..control.controller import Trigger
 
 
-def take_census(units: Sequence[Unit], backend: Backend, controller: Controller) -> dict[str, Any]:
+def take_census(units: Sequence[Unit], backend: Backend, trigger: Trigger) -> dict[str, Any]:
     """What is monitored and switched, in plain JSON values."""
     return {
         "units": len(units),
@@ -18,16 +18,16 @@ def take_census(units: Sequence[Unit], backend: Backend, controller: Controller)
         "recoverable_units": int(backend.recoverable.sum()),
         "trainable_parameters_in_units": sum(unit.numel for unit in units),
         "backend": backend.name,
-        "trigger": controller.trigger,
-        "max_o": controller.max_o,
-        "recovery_bytes_bound": backend.recovery_bytes_bound(controller.most_active()),
+        "trigger": trigger.name,
+        "max_o": trigger.max_o,
+        "recovery_bytes_bound": backend.recovery_bytes_bound(trigger.most_active()),
         "resident_bytes": backend.resident_bytes,
         "host_bytes": backend.host_bytes,
         **backend.census(),
     }
 
 
-def trace_header(units: Sequence[Unit], backend: Backend, controller: Controller, census: dict[str, Any]) -> dict[str, Any]:
+def trace_header(units: Sequence[Unit], backend: Backend, trigger: Trigger, census: dict[str, Any]) -> dict[str, Any]:
     """The header's fields that do not depend on the Trainer."""
     return {
         "units": [
@@ -42,21 +42,21 @@ def trace_header(units: Sequence[Unit], backend: Backend, controller: Controller
             }
             for unit in units
         ],
-        "config": controller.config.to_dict(),
-        "max_o": controller.max_o,
-        "trigger": controller.trigger,
-        "trigger_options": dict(controller.given),
+        "config": trigger.config.to_dict(),
+        "max_o": trigger.max_o,
+        "trigger": trigger.name,
+        "trigger_options": trigger.options_dict(),
         "backend": backend.name,
         "census": census,
     }
 
 
-def census_in_words(census: dict[str, Any]) -> list[str]:
+def census_lines(census: dict[str, Any], backend: Backend) -> list[str]:
     """The census as the lines printed at train begin."""
-    lines = [
-        f"GNMR: {census['units']} units ({census['unit_names']}), {census['recoverable_units']} recoverable; "
+    head = (
+        f"{census['units']} units ({census['unit_names']}), {census['recoverable_units']} recoverable; "
         f"backend {census['backend']}, trigger {census['trigger']}, maxO {census['max_o']}"
-    ]
+    )
     elsewhere = [
         f"{count:,} {what}"
         for key, what in (
@@ -65,25 +65,8 @@ def census_in_words(census: dict[str, Any]) -> list[str]:
         )
         if (count := census.get(key, 0))
     ]
-    if elsewhere:
-        lines.append(f"GNMR: outside these units, neither watched nor switched: {'; '.join(elsewhere)}")
-    if "path" in census:
-        return [*lines, f"GNMR: {census['path']}"]
-    left = ", ".join(f"{count} {kind}" for kind, count in census["modules_not_switched"].items())
-    left = f"NOT switched: {left}, {census['bytes_not_switched']:,} bytes" if left else "none left out"
-    host = f", {census['host_bytes']:,} in the host's memory" if census["host_bytes"] else ""
-    lines += [
-        f"GNMR: {census['modules_switched']} modules switched, {census['share_switched']:.1%} of the layers' frozen weight "
-        f"bytes ({left})",
-        f"GNMR: low-cost path: {census['low_path']}; {census['bytes_low']:,} bytes",
-        f"GNMR: recovery path: {census['recovery_path']} ({census['recovery_source']}); {census['bytes_recovery']:,} bytes "
-        f"for all layers, at most {census['recovery_bytes_bound']:,} added at a time, {census['resident_bytes']:,} resident "
-        f"whatever is active{host}",
-        f"GNMR: evaluation during training runs the {census['eval_path']} path",
-    ]
-    if "note" in census:
-        lines.append(f"GNMR: {census['note']}")
-    return lines
+    outside = [f"outside these units, neither monitored nor switched: {'; '.join(elsewhere)}"] if elsewhere else []
+    return [f"GNMR: {line}" for line in (head, *outside, *backend.census_lines(census))]
 
 
 def summary_in_words(summary: dict[str, Any]) -> str:

@@ -1,25 +1,22 @@
-"""Set-ups on which training must not start, each with the reason and the mend."""
+"""Set-ups on which training must not start, each with the reason and the fix."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-import torch
-from accelerate.state import AcceleratorState, DistributedType
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainingArguments
 
 from ..backends.units import base_model
 from ..config import SetupError
-
-GRADIENTS_GONE = ("lomo", "layerwise")
-"""Optimizers (parts of their names) that use up each gradient inside the backward: no norm is left to read."""
-
+from .distributed import world_size
+from .engines import refuse_unreadable_engine, refuse_unreadable_optimizer, refuse_unreadable_settings
 
 LAUNCHED = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-"""Variables in which launchers tell the number of processes."""
+"""Variables in which launchers pass the number of processes."""
 
 
 def one_process_of_several() -> str | None:
@@ -28,11 +25,11 @@ def one_process_of_several() -> str | None:
     `accelerate launch --cpu --num_processes 2` starts one process, without a word; all that is left of the request is the
     address at which the processes would have met.
     """
-    if is_distributed() and torch.distributed.get_world_size() > 1:
+    if world_size() > 1:
         return None
-    told = {name: os.environ[name] for name in LAUNCHED if os.environ.get(name, "1") not in ("", "1")}
-    if told:
-        asked = ", ".join(f"{name}={value}" for name, value in told.items())
+    set_by_launcher = {name: os.environ[name] for name in LAUNCHED if os.environ.get(name, "1") not in ("", "1")}
+    if set_by_launcher:
+        asked = ", ".join(f"{name}={value}" for name, value in set_by_launcher.items())
     elif os.environ.get("MASTER_ADDR") and "WORLD_SIZE" not in os.environ:
         asked = "MASTER_ADDR is set and WORLD_SIZE is not"
     else:
@@ -53,11 +50,11 @@ def scaler_missing(scaled: bool) -> str | None:
 
 
 def refuse_unreduced_gradients(model: nn.Module) -> None:
-    """Raise SetupError in a loop of one's own on several processes whose gradients no one is known to average.
+    """Raise SetupError in a custom loop on several processes where nothing is known to average the gradients.
 
-    Under a Trainer the callback is given the model below DDP, and the Trainer sees to it.
+    Under a Trainer the callback is given the model below DDP, and the Trainer averages.
     """
-    world = torch.distributed.get_world_size() if is_distributed() else 1
+    world = world_size()
     if world > 1 and not any(isinstance(m, DistributedDataParallel) for m in (model, getattr(model, "_orig_mod", None))):
         raise SetupError(
             f"{world} processes, and the model is not under DistributedDataParallel: gradients averaged by hand are read "
@@ -66,30 +63,10 @@ def refuse_unreduced_gradients(model: nn.Module) -> None:
         )
 
 
-def is_distributed() -> bool:
-    """Whether a process group is at work."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def refuse_partitioned_gradients(model: nn.Module) -> None:
-    """Raise SetupError under engines that keep the gradients to themselves."""
-    if any(hasattr(p, "device_mesh") for p in model.parameters()):
-        raise SetupError(
-            "the model's parameters are DTensors (fully_shard, tensor parallelism): a layer's unclipped norm cannot be read "
-            "from a shard. Use one process, DDP, or device_map"
-        )
-    kind = AcceleratorState().distributed_type if AcceleratorState._shared_state else DistributedType.NO
-    if kind in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM):
-        raise SetupError(
-            f"{kind.value}: gradients are partitioned or kept by the engine, so a layer's unclipped norm cannot be read. "
-            "Use one process, DDP, or device_map"
-        )
-
-
 def refuse_unreadable_gradients(args: TrainingArguments, model: nn.Module) -> None:
     """Raise SetupError for a Trainer's set-up in which the unclipped gradient cannot be read, or paths be switched."""
-    refuse_partitioned_gradients(model)
-    _refuse_optimizer(str(getattr(args.optim, "value", args.optim)))
+    refuse_unreadable_engine(model)
+    refuse_unreadable_optimizer(str(getattr(args.optim, "value", args.optim)))
     if args.n_gpu > 1 and not getattr(base_model(model), "is_loaded_in_8bit", False):
         raise SetupError(
             f"torch.nn.DataParallel over {args.n_gpu} GPUs replicates the model in every forward. "
@@ -99,25 +76,12 @@ def refuse_unreadable_gradients(args: TrainingArguments, model: nn.Module) -> No
 
 def refuse_training_settings(training: dict[str, Any]) -> None:
     """The same for a recipe's `training` section, before anything is built; and settings that would do nothing here."""
-    for key in ("deepspeed", "fsdp"):
-        if training.get(key):
-            raise SetupError(
-                f"training.{key}={training[key]!r}: {key} partitions the gradients, so a layer's unclipped norm cannot be "
-                "read. Use one process, DDP, or device_map"
-            )
-    _refuse_optimizer(str(training.get("optim", "")))
+    refuse_unreadable_settings(training)
+    refuse_unreadable_optimizer(str(training.get("optim", "")))
     if training.get("resume_from_checkpoint"):
         raise SetupError("training.resume_from_checkpoint is not read here: use run.resume")
     if training.get("do_train") is False:
         raise SetupError("training.do_train=False: a recipe is for training")
-
-
-def _refuse_optimizer(name: str) -> None:
-    if any(part in name.lower() for part in GRADIENTS_GONE):
-        raise SetupError(
-            f"optim={name!r} uses up each gradient inside the backward, so no norm is left to read. "
-            "Use an optimizer that steps after the backward, such as adamw_torch"
-        )
 
 
 def refuse_windows_never_full(dataloader: Any, accumulation: int) -> None:

@@ -7,9 +7,8 @@ the end of that backward, and from there for one more, which comes after the cal
 *parameters* would not do: under reentrant checkpointing each layer is a backward of its own, and per micro-batch the
 gradients are neither accumulated nor reduced.
 
-Per step the device does one `_foreach_norm` per group of equal device and dtype (fp32 accumulation, no copy of a
-gradient); the norms of the parameters, the loss and the loss scale travel to the host in one vector, and are combined
-there in float64, where squares neither overflow nor vanish.
+How the norms are measured depends on the engine that holds the gradients (`engines`).  The norms of the parameters, the loss
+and the loss scale travel to the host in one vector (`StepVector`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ from torch import Tensor, nn
 from ..backends.units import Unit, unwrap
 from ..config import SetupError
 from ..control.controller import Bools, Floats
-from .checks import is_distributed
+from .distributed import world_size
+from .engines import unit_norms
 from .signals import Signal
 
 
@@ -55,6 +55,33 @@ class Reading:
     """What the trigger's signal measured per unit, float64; None where it has none."""
 
 
+class StepVector:
+    """What one step sends from device to host: named parts of one vector, so that there is one transfer."""
+
+    def __init__(self, indices: list[int]) -> None:
+        self.indices = indices
+        """Of the parameters whose norms are in it."""
+        self._parts: dict[str, Tensor] = {}
+
+    def add(self, name: str, values: Tensor) -> None:
+        """Append a part, one dimension, on the same device as the others."""
+        self._parts[name] = values
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parts
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parts are."""
+        return next(iter(self._parts.values())).device
+
+    def fetch(self) -> dict[str, Floats]:
+        """The parts on the host, float64: the step's one transfer."""
+        values = torch.cat(list(self._parts.values())).to("cpu", torch.float64).numpy()
+        ends = np.cumsum([len(part) for part in self._parts.values()])
+        return dict(zip(self._parts, np.split(values, ends[:-1]), strict=True))
+
+
 class GradientNorms:
     """Reads the norms at the end of every backward that completes an optimizer step.
 
@@ -63,7 +90,7 @@ class GradientNorms:
         units: the monitored units.
         scaler: the gradient scaler in use (a `torch.amp.GradScaler`), or None.
         signal: what the trigger needs measured as well, or None.
-        accumulation: backward passes of a whole window; only at the end of such a one is the signal taken.
+        accumulation: backward passes of a whole window; the signal is taken only at the end of a whole one.
     """
 
     def __init__(
@@ -74,23 +101,9 @@ class GradientNorms:
         signal: Signal | None = None,
         accumulation: int = 1,
     ) -> None:
-        of_units = [p for unit in units for p in unit.parameters]
-        known = {id(p) for p in of_units}
-        rest = [p for p in unwrap(model).parameters() if p.requires_grad and id(p) not in known]
-        self.parameters: list[nn.Parameter] = of_units + rest
-        # A unit that is one of several experts in a tensor reads its part of the gradient: the parameter stands here once a
-        # part.
-        parts = [-1 if unit.part is None else unit.part for unit in units for _ in unit.parameters]
-        self._parts = np.array(parts + [-1] * len(rest))
-        # Parameters lie unit by unit, so that a unit's share of the vector is one contiguous segment.
-        self._segments = np.cumsum([0] + [len(unit.parameters) for unit in units])[:-1]
-        self._of_units = len(of_units)
-        self._groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for i, p in enumerate(self.parameters):
-            self._groups.setdefault((p.device, p.dtype), []).append(i)
+        self.norms = unit_norms(model, units)
         self._scaler = scaler
         self._signal = signal
-        self._signal_values = 0
         self._accumulation = accumulation
         self._state = GradientState()
         self._armed = False
@@ -101,22 +114,27 @@ class GradientNorms:
         self._version = (0, 0)
         self._backwards = 0
         self._began: float | None = None
-        self._pending: tuple[Tensor, list[int], bool] | None = None
+        self._pending: StepVector | None = None
         self._seconds = 0.0
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self.step_losses: list[Tensor] = []
-        """The Trainer's loss of each micro-batch, used where the model's own loss output takes no part in the backward."""
+        """The Trainer's loss of each micro-batch, used where the model's own loss output plays no part in the backward."""
         _drop_leftovers(unwrap(model))
         self._handle = unwrap(model).register_forward_hook(self._on_forward)
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All trainable parameters, those of the units first."""
+        return self.norms.parameters
+
     def remove(self) -> None:
-        """Take the hook off the model."""
+        """Remove the hook from the model."""
         self._handle.remove()
         if self._signal is not None:
             self._signal.remove()
 
     def read(self) -> Reading | None:
-        """The reading of the optimizer step that is about to happen; None if no backward told of one.
+        """The reading of the optimizer step that is about to happen; None if no backward completed one.
 
         The one transfer from device to host of a step.
 
@@ -125,8 +143,37 @@ class GradientNorms:
         """
         if self._pending is None:
             return None
-        vector, order, has_loss = self._pending
-        self._pending = None
+        vector, self._pending = self._pending, None
+        self._refuse_stale(vector)
+        scaled_loss = "loss" in vector
+        if not scaled_loss and self.step_losses:
+            losses = [x.detach().to(vector.device, torch.float32) for x in self.step_losses]
+            vector.add("loss", torch.stack(losses).sum()[None])
+        self.step_losses = []
+        if self._events is not None:
+            # Wait for the backward here, so that the time below is that of the norms and not of the backward.
+            self._events[1].synchronize()
+            self._seconds += self._events[0].elapsed_time(self._events[1]) / 1e3
+        start = time.perf_counter()
+        parts = vector.fetch()
+        signal = self._signal.combine(parts["signal"]) if self._signal is not None and "signal" in parts else None
+        scale = float(parts["scale"][0])
+        norms = self.norms.combine(parts["norms"], vector.indices, scale)
+        loss = float(parts["loss"][0]) / (scale if scaled_loss else 1.0) if "loss" in parts else None
+        if scaled_loss and self._scaler is None and _looks_scaled(float(parts["weight"][0]), self._backwards):
+            raise SetupError(
+                f"the loss enters the backward multiplied by {parts['weight'][0]:g}, as a loss scaler does it, and no "
+                "scaler was given: its scale would be in every norm. Pass scaler= (accelerator.scaler)"
+            )
+        backwards, began = self._backwards, self._began
+        self.discard()
+        seconds = self._seconds + time.perf_counter() - start
+        self._seconds = 0.0
+        began = start if began is None else began
+        return Reading(norms.units, norms.seen, norms.total, loss, seconds, backwards, began, signal)
+
+    def _refuse_stale(self, vector: StepVector) -> None:
+        """Raise SetupError where the vector is not the gradient that the optimizer is about to use."""
         which, version = self._version
         if self.parameters[which]._version != version:
             raise SetupError(
@@ -138,48 +185,11 @@ class GradientNorms:
                 "parameters that were frozen when training began have become trainable (another adapter was made active, or "
                 "a layer unfrozen): they are in no unit. Make them trainable before training, and freeze them meanwhile"
             )
-        if not any(i < self._of_units for i in order):
+        if not any(i < self.norms.in_units for i in vector.indices):
             raise SetupError(
                 "none of the decoder layers' trainable parameters got a gradient in this step: another adapter was made "
                 "active, or they were frozen, after training began. Choose the adapter before train()"
             )
-        scaled_loss = has_loss
-        if not has_loss and self.step_losses:
-            total = torch.stack([x.detach().to(vector.device, torch.float32) for x in self.step_losses]).sum()
-            vector, has_loss = torch.cat([vector, total[None]]), True
-        self.step_losses = []
-        if self._events is not None:
-            # Wait for the backward here, so that the time below is that of the norms and not of the backward.
-            self._events[1].synchronize()
-            self._seconds += self._events[0].elapsed_time(self._events[1]) / 1e3
-        start = time.perf_counter()
-        values = vector.to("cpu", torch.float64).numpy()
-        measured, values = values[: self._signal_values], values[self._signal_values :]
-        signal = None if self._signal is None or not len(measured) else self._signal.combine(measured)
-        self._signal_values = 0
-        per_parameter = np.zeros(len(self.parameters))
-        per_parameter[order] = values[: len(order)]
-        scale = float(values[len(order)])
-        with np.errstate(over="ignore", invalid="ignore"):
-            square = np.square(per_parameter / scale)
-            norms = np.sqrt(np.add.reduceat(square[: self._of_units], self._segments))
-            total_norm = float(np.sqrt(square.sum()))
-        loss = float(values[len(order) + 1]) / (scale if scaled_loss else 1.0) if has_loss else None
-        seen = np.zeros(len(self.parameters), dtype=bool)
-        seen[order] = True
-        # An expert that no token was sent to has a gradient of zeros, which is no reading.
-        seen &= (self._parts < 0) | (per_parameter != 0)
-        seen_units = np.logical_or.reduceat(seen[: self._of_units], self._segments)
-        if scaled_loss and self._scaler is None and _looks_scaled(float(values[len(order) + 2]), self._backwards):
-            raise SetupError(
-                f"the loss enters the backward times {values[len(order) + 2]:g}, as a loss scaler does it, and none was "
-                "given: its scale would be in every norm. Pass scaler= (accelerator.scaler)"
-            )
-        backwards, began = self._backwards, self._began
-        self.discard()
-        seconds = self._seconds + time.perf_counter() - start
-        self._seconds = 0.0
-        return Reading(norms, seen_units, total_norm, loss, seconds, backwards, start if began is None else began, signal)
 
     @property
     def unread(self) -> int:
@@ -196,12 +206,11 @@ class GradientNorms:
     @property
     def elsewhere(self) -> int:
         """Trainable parameters in no unit (numbers, not tensors)."""
-        return sum(p.numel() for p in self.parameters[self._of_units :])
+        return self.norms.elsewhere
 
     def drop_gradients(self) -> None:
-        """Take the gradients away before the optimizer sees them: it then updates nothing."""
-        for p in self.parameters:
-            p.grad = None
+        """Remove the gradients before the optimizer sees them: it then updates nothing."""
+        self.norms.drop()
 
     @torch.compiler.disable  # a clock and hooks: nothing to trace
     def _on_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -209,7 +218,7 @@ class GradientNorms:
             return
         if self._began is None:
             self._began = time.perf_counter()
-        if self._armed:  # a backward that was broken off: its losses are no part of the step, and the next one is read
+        if self._armed:  # a backward that broke off: its losses are no part of the step, and the next one is read
             del self._losses[self._mark :], self._weights[self._mark :]
             if self._signal is not None:
                 self._signal.cut()
@@ -217,14 +226,20 @@ class GradientNorms:
         loss = getattr(output, "loss", None)
         for tensor in _tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(_LossHook(self, tensor.detach()) if tensor is loss else self._arm)
+                tensor.register_hook(_LossHook(self, tensor.detach()) if tensor is loss else self.arm)
 
-    def _arm(self, grad: Tensor) -> None:
+    def arm(self, grad: Tensor) -> None:
+        """A backward has begun: have the engine call at its end."""
         if not self._armed:
             self._armed, self._mark = True, len(self._losses)
             if self._signal is not None:
                 self._signal.mark()
             queue_callback(self._end_of_backward)
+
+    def note_weighted(self, loss: Tensor, grad: Tensor) -> None:
+        """The model's own loss output, and the gradient that arrived at it: its weight in the step's loss."""
+        self._losses.append((loss.float() * grad.detach().float()).sum())
+        self._weights.append(grad.detach().float().sum())
 
     def _end_of_backward(self) -> None:
         queue_callback(self._after_reduction)
@@ -235,44 +250,32 @@ class GradientNorms:
         if not self._state.sync_gradients:
             return
         start = time.perf_counter()
-        cuda = self.parameters[0].device.type == "cuda"
+        home = self.norms.home
+        cuda = home.type == "cuda"
         if cuda:
             self._events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
             self._events[0].record()
-        parts: list[Tensor] = []
-        order: list[int] = []
-        home = self.parameters[0].device
-        for indices in self._groups.values():
-            present = [i for i in indices if self.parameters[i].grad is not None and self.parameters[i].requires_grad]
-            if present:
-                grads = [self._gradient(i) for i in present]
-                norms = torch._foreach_norm(grads, 2, torch.float32)  # type: ignore[arg-type]
-                parts.append(torch.stack(norms).to(home, non_blocking=True))
-                order += present
-        which = order[0] if order else 0
+        norms, indices = self.norms.measure()
+        which = indices[0] if indices else 0
         self._version = (which, self.parameters[which]._version)
         scale = self._scale(home)
-        parts.append(scale)
+        # A loop without accelerate passes here after each micro-batch; the last one's vector is the one that counts.
+        vector = self._pending = StepVector(indices)
         if self._signal is not None and self._backwards == self._accumulation:
             self._seconds += self._signal.seconds
             skips = self._scaler is not None and self._scaler.is_enabled()
-            parts.insert(0, self._signal.values(scale, skips).to(home))
-            self._signal_values = len(parts[0])
+            vector.add("signal", self._signal.values(scale, skips).to(home))
+        vector.add("norms", norms)
+        vector.add("scale", scale)
         if self._losses:
-            parts.append(torch.stack([x.to(home, torch.float32, non_blocking=True) for x in self._losses]).sum()[None])
-            parts.append(torch.stack([x.to(home, torch.float32, non_blocking=True) for x in self._weights]).sum()[None])
-        # A loop without accelerate passes here after each micro-batch; the last one's vector is the one that counts.
-        self._pending = (torch.cat(parts), order, bool(self._losses))
+            for name, values in (("loss", self._losses), ("weight", self._weights)):
+                gathered = [x.to(home, torch.float32, non_blocking=True) for x in values]
+                vector.add(name, torch.stack(gathered).sum()[None])
         if cuda:
             assert self._events is not None
             self._events[1].record()
         else:
             self._seconds += time.perf_counter() - start
-
-    def _gradient(self, i: int) -> Tensor:
-        grad = self.parameters[i].grad
-        assert grad is not None
-        return grad if self._parts[i] < 0 else grad[int(self._parts[i])]
 
     def _scale(self, device: torch.device) -> Tensor:
         """The loss scale in force in this backward, shape (1,), without a host sync."""
@@ -288,14 +291,13 @@ class GradientNorms:
 class _LossHook:
     """On the model's loss output: the gradient that arrives is the weight this micro-batch's loss has in the step's."""
 
-    def __init__(self, norms: GradientNorms, loss: Tensor) -> None:
-        self.norms = norms
+    def __init__(self, reader: GradientNorms, loss: Tensor) -> None:
+        self.reader = reader
         self.loss = loss
 
     def __call__(self, grad: Tensor) -> None:
-        self.norms._arm(grad)
-        self.norms._losses.append((self.loss.float() * grad.detach().float()).sum())
-        self.norms._weights.append(grad.detach().float().sum())
+        self.reader.arm(grad)
+        self.reader.note_weighted(self.loss, grad)
 
 
 def _looks_scaled(weight: float, backwards: int) -> bool:
@@ -304,7 +306,7 @@ def _looks_scaled(weight: float, backwards: int) -> bool:
     It is 1 for a mean over the step, the number of micro-batches for their sum, and either of them times the number of
     processes where DDP's average has to be undone (as the Trainer does it for a mean over all tokens): none of these is one.
     """
-    world = torch.distributed.get_world_size() if is_distributed() else 1
+    world = world_size()
     if any(math.isclose(weight, usual, rel_tol=1e-6) for usual in (backwards, world, backwards * world)):
         return False
     return weight >= 256 and abs(math.log2(weight) - round(math.log2(weight))) < 1e-6

@@ -24,7 +24,6 @@ import os
 import time
 import uuid
 import warnings
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,14 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ConfigError, GNMRConfig, SetupError
-from ..control.controller import Controller, Decision
+from ..control.controller import Decision, Trigger
 from ..trace.metrics import step_scalars
-from .census import census_in_words, take_census, trace_header
-from .checks import is_distributed, one_process_of_several, refuse_unreduced_gradients, scaler_missing
+from .census import census_lines, take_census, trace_header
+from .checks import one_process_of_several, refuse_unreduced_gradients, scaler_missing
+from .distributed import is_distributed
 from .gradients import GradientNorms, Reading
 from .journal import TRACE_FILE, Journal, OddWindows, say, say_not_finite, say_out_of_reach, write_summary
-from .options import UNITS, Options, make_config, take_over, trigger_over
+from .options import Options, make_config, split_settings, take_over, trigger_over
 from .signals import SIGNALS
 
 
@@ -75,22 +75,20 @@ class GNMRSession:
         reduced: bool = False,
         **settings: Any,
     ) -> None:
-        ours = [f.name for f in fields(Options) if f.name in settings]
-        if options is not None and ours:
-            raise ConfigError(f"give options= or its fields as keywords, not both (got {', '.join(ours)})")
-        if options is None:
-            options = Options(**{f.name: settings.pop(f.name) for f in fields(Options) if f.name in settings})
-        self.config = make_config(config, settings, type(self).__name__)
-        self.options = options
+        of_options, thresholds = split_settings(settings, type(self).__name__)
+        if options is not None and of_options:
+            raise ConfigError(f"give options= or its fields as keywords, not both (got {', '.join(of_options)})")
+        self.options = options = Options(**of_options) if options is None else options
+        self.config = make_config(config, thresholds, type(self).__name__)
         self.total_steps, self.accumulation = total_steps, gradient_accumulation_steps
         self.trace: Path | None = None if output_dir is None else Path(output_dir) / TRACE_FILE
         if isinstance(total_steps, bool) or not (total_steps is None or (isinstance(total_steps, int) and total_steps > 0)):
-            raise ConfigError(f"total_steps={total_steps!r}: a whole number above 0, or None, is allowed")
+            raise ConfigError(f"total_steps={total_steps!r}: expected a whole number above 0, or None")
         if isinstance(gradient_accumulation_steps, bool) or not (
             isinstance(gradient_accumulation_steps, int) and gradient_accumulation_steps > 0
         ):
             raise ConfigError(
-                f"gradient_accumulation_steps={gradient_accumulation_steps!r}: a whole number above 0 is allowed"
+                f"gradient_accumulation_steps={gradient_accumulation_steps!r}: expected a whole number above 0"
             )
         self.main_process = not is_distributed() or torch.distributed.get_rank() == 0
         self.decision: Decision | None = None
@@ -114,7 +112,7 @@ class GNMRSession:
             refuse_unreduced_gradients(model)
         self.units, self.backend, self.config = take_over(model, self.config, options)
         try:
-            self.controller: Controller = trigger_over(self.units, self.backend, self.config, options, total_steps)
+            self.controller: Trigger = trigger_over(self.units, self.backend, self.config, options, total_steps)
             self.signal = SIGNALS[self.controller.signal](self.units) if self.controller.signal else None
             self._gradients = GradientNorms(model, self.units, scaler, self.signal, gradient_accumulation_steps)
             self.backend.reserve(self.controller.most_active())
@@ -141,7 +139,7 @@ class GNMRSession:
         census = take_census(self.units, self.backend, self.controller)
         census["trainable_parameters_elsewhere"] = self._gradients.elsewhere
         census["trigger_bytes"] = 0 if self.signal is None else self.signal.state_bytes
-        for line in census_in_words(census):
+        for line in census_lines(census, self.backend):
             print(line, flush=True)
         for warning in (one_process_of_several(), scaler_missing(self._scaled)):
             if warning is not None:
@@ -306,21 +304,11 @@ class GNMRSession:
 
     def setup(self) -> dict[str, Any]:
         """What a history belongs to, beside the controller's own settings: a resumed run must have the same."""
-        options = self.options
-        recovery = options.recovery if options.backend == "int8" else "none"
-        setup = {
+        return {
             "layers": [unit.layer for unit in self.units],
             "gradient_accumulation_steps": self.accumulation,
-            "recovery": "originals" if recovery in ("host", "device") else recovery,
+            **self.backend.identity(),
         }
-        if options.backend in UNITS:
-            setup["units"] = [unit.name for unit in self.units]
-        if options.backend == "activation":
-            setup["formats"] = [options.format, options.bits_low, options.bits_recovery]
-        elif options.backend in UNITS:
-            census = self.backend.census()
-            setup["formats"] = [census["format_low"], census["format_recovery"]]
-        return setup
 
     def resume(
         self, step: int, controller: dict[str, Any] | None, run_id: str | None, setup: dict[str, Any] | None = None

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ..backends.units import Unit
 from ..config import ConfigError
 from ..control.controller import Floats
-from .checks import is_distributed
+from .distributed import is_distributed
 
 DECAY = 0.9
 EPSILON = 1e-12

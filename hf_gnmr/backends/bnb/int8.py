@@ -1,7 +1,7 @@
 """INT8 ↔ BF16: the frozen base's bitsandbytes linears, each decoder layer switchable to its original BF16 weights.
 
-What the two paths are stands in `switchable`, where the originals come from in `originals`, where they are kept in `stores`;
-here they become units with bytes and a census.
+`switchable` defines the two paths, `originals` locates the original weights, `stores` keeps them; here they become units
+with bytes and a census.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import contextlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import bitsandbytes as bnb
@@ -18,91 +19,142 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...config import ConfigError, SetupError
-from ...control.controller import Bools
-from ..base import Backend
-from ..units import Unit, base_model, canonical
-from .originals import find_originals
-from .stores.base import Store
-from .stores.host import Decoded, Dequantised, InPlace
-from .stores.slots import Slots
-from .switchable import SwitchableLinear8bitLt, UnitPath, make_plain, make_switchable, restore_plain
+from ...config import ConfigError, SetupError, one_of
+from ...control.monitor import Bools
+from ..base import Backend, BackendOptions, BasePlan, Way, check_eval_path
+from ..units import Unit, base_model, canonical, in_adapter
+from .originals import Originals, find_originals
+from .stores import STORES
+from .stores.base import PlannedWeights, Store
+from .switchable import PathSwitch, SwitchableLinear8bitLt, make_plain_8bit, make_switchable, restore_plain
 
 CAST_NOTES = logging.getLogger("bitsandbytes.autograd._functions")
-RECOVERIES = ("host", "device", "dequantize")
-EVAL_PATHS = ("low", "recovery", "active")
+
+
+@dataclass(frozen=True)
+class Int8Options(BackendOptions):
+    """Where the recovery path's weights are kept, and which path evaluation runs."""
+
+    recovery: str = "host"
+    """The store of recovery weights: ``host`` (originals off the device; on a CPU used where they lie), ``device`` (both
+    paths resident, about two bytes per weight) or ``dequantize`` (BF16 compute on the 8-bit weights, no originals)."""
+    recovery_source: str | os.PathLike[str] | None = None
+    """Folder or Hub id of the original weights; None: the one the model was loaded from."""
+    pin_memory: bool = False
+    """With ``host`` on an accelerator: hold the originals in pinned host memory."""
+    eval_path: str = "low"
+    """Path in evaluation during training: ``low``, ``recovery``, or ``active`` (whatever training runs at that moment)."""
+
+    def __post_init__(self) -> None:
+        one_of("recovery", self.recovery, STORES)
+        check_eval_path(self.eval_path)
+        if self.recovery_source is not None and not isinstance(self.recovery_source, (str, os.PathLike)):
+            raise ConfigError(f"recovery_source={self.recovery_source!r}: expected a folder, a Hub id or None")
+        if not isinstance(self.pin_memory, bool) or (self.pin_memory and self.recovery != "host"):
+            raise ConfigError(f"pin_memory={self.pin_memory!r}: expected true or false, and true with recovery='host' only")
+        if self.recovery_source is not None and not STORES[self.recovery].originals_used:
+            raise ConfigError(
+                f"recovery_source={self.recovery_source!r} is not read with recovery={self.recovery!r}: give one of them"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        source = self.recovery_source
+        return {**super().to_dict(), "recovery_source": None if source is None else os.fspath(source)}
 
 
 class Int8Backend(Backend):
     """Decoder layers as units; their `Linear8bitLt` modules switch together.
 
-    Args:
-        model: a model loaded with `BitsAndBytesConfig(load_in_8bit=True)`, usually under PEFT.
-        units: its monitored layers.
-        recovery: the store (`stores`): "host" (originals off the device; on a CPU used where they lie), "device" (both paths
-            resident) or "dequantize" (no originals).
-        recovery_source: folder or Hub id of the original weights; None: the one the model was loaded from.
-        pin_memory: with "host" on an accelerator, hold the originals in pinned host memory.
-        eval_path: path in eval mode: "low", "recovery", or "active" (whatever training runs at that moment).
+    The model is one loaded with `BitsAndBytesConfig(load_in_8bit=True)`, usually under PEFT.
 
     Raises:
-        ConfigError: an unknown option.
+        ConfigError: a wrong option.
         SetupError: no 8-bit linear in the units, or no original weights.
     """
 
     name = "int8"
+    Options = Int8Options
+    options: Int8Options
+    quantised_base = True
+    base_in_words = "bitsandbytes INT8"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[Unit],
-        *,
-        recovery: str = "host",
-        recovery_source: str | os.PathLike[str] | None = None,
-        pin_memory: bool = False,
-        eval_path: str = "low",
-    ) -> None:
-        check_options(recovery=recovery, recovery_source=recovery_source, eval_path=eval_path, pin_memory=pin_memory)
-        self.recovery, self.eval_path = recovery, eval_path
+    @classmethod
+    def why_no_budget(cls, options: BackendOptions) -> str | None:
+        assert isinstance(options, Int8Options)
+        if not STORES[options.recovery].originals_used:
+            return f"lifted units add nothing with recovery={options.recovery!r}"
+        return None
+
+    @classmethod
+    def quantization_config(cls, llm_int8_threshold: float) -> Any:
+        from transformers import BitsAndBytesConfig
+
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=llm_int8_threshold)
+
+    @classmethod
+    def quantise_on_meta(cls, model: Any) -> None:
+        from transformers import BitsAndBytesConfig
+        from transformers.quantizers.auto import AutoHfQuantizer
+
+        quantizer = AutoHfQuantizer.from_config(BitsAndBytesConfig(load_in_8bit=True), pre_quantized=False)
+        quantizer.preprocess_model(model=model, device_map={"": "cpu"})
+        model.is_loaded_in_8bit = True
+
+    @classmethod
+    def plan_base(
+        cls, model: Any, units: Sequence[Unit], options: BackendOptions, *, cast: bool, on_cpu: bool, seats: Any
+    ) -> BasePlan:
+        assert isinstance(options, Int8Options)
+        switched = [m for m in model.modules() if isinstance(m, bnb.nn.Linear8bitLt)]
+        counted = {id(m.weight) for m in switched}
+        # In BF16, whatever the meta device holds (biases of 8-bit linears are FP32 there).
+        rest = sum(2 * p.numel() for name, p in model.named_parameters() if not in_adapter(name) and id(p) not in counted)
+        weights = sum(m.weight.numel() + 4 * m.out_features for m in switched) + rest
+        in_units = [[m for m in unit.module.modules() if isinstance(m, bnb.nn.Linear8bitLt)] for unit in units]
+        sizes = [sum(2 * m.weight.numel() for m in modules) for modules in in_units]
+        recoverable = sorted((size for size in sizes if size), reverse=True)
+        largest = max((m.weight.numel() for modules in in_units for m in modules), default=0)
+        store = STORES[options.recovery]
+        known = PlannedWeights(weights, recoverable, largest, 0, cast)
+        max_o, lifted = seats(
+            store.planned_bounds(known, on_cpu), store.planned_holds_all(on_cpu), [size > 0 for size in sizes]
+        )
+        # Where the trigger lifts nothing, what the other ways would take.
+        planned = PlannedWeights(weights, recoverable, largest, lifted or max_o, cast)
+        ways = [Way("int8", "INT8", weights), *(way for kind in STORES.values() for way in kind.ways(planned))]
+        return BasePlan(ways, store.way(options, on_cpu) if lifted else "int8", recoverable, max_o, lifted)
+
+    def take(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        options, kind = self.options, STORES[self.options.recovery]
         restore_plain(model)
         base = base_model(model)
         names = {module: canonical(name) for name, module in base.named_modules()}
         self.modules: list[list[bnb.nn.Linear8bitLt]] = [
             [m for m in _modules(unit) if type(m) is bnb.nn.Linear8bitLt and not m.state.has_fp16_weights] for unit in units
         ]
-        flat = {names[m]: m for modules in self.modules for m in modules}
-        if not flat:
+        by_name = {names[m]: m for modules in self.modules for m in modules}
+        if not by_name:
             raise SetupError(_not_8bit(base, units))
-        for module in flat.values():
+        for module in by_name.values():
             if module.weight.CB is not None:
                 module.init_8bit_state()
             if module.state.SCB is None:
                 raise SetupError(
                     "the scales of the 8-bit weights are lost: PEFT's DoRA drops them in a plain forward on a CPU (an "
-                    "evaluation before or between trainings). Load the model anew and train before evaluating"
+                    "evaluation before or between trainings). Load the model again and train before evaluating"
                 )
-        on_accelerator = any(is_accelerator(m.state.CB.device) for m in flat.values())
-        if pin_memory and not on_accelerator:
-            raise SetupError("pin_memory=True is for copies to an accelerator; this model's 8-bit weights are on the CPU")
-        self.source = "dequantised 8-bit weights; no originals"
-        if recovery == "dequantize":
-            self.store: Store = Dequantised(self.modules)
-        else:
-            in_place = recovery == "host" and not on_accelerator
-            found, self.source, watch = find_originals(base, flat, recovery_source, cast=in_place)
-            originals = {module: found[name] for name, module in flat.items()}
-            if in_place:
-                self.store = InPlace(self.modules, originals, watch)
-            elif recovery == "host":
-                self.store = Slots(self.modules, originals, watch, pin=pin_memory)
-            else:
-                self.store = Decoded(self.modules, originals)
+
+        def find(cast: bool) -> Originals:
+            return find_originals(base, by_name, options.recovery_source, cast=cast)
+
+        on_accelerator = any(is_accelerator(m.state.CB.device) for m in by_name.values())
+        self.store: Store = kind.open(self.modules, find, options, on_accelerator)
         CAST_NOTES.addFilter(quiet)
-        self.paths = [UnitPath() for _ in units]
+        self.paths = [PathSwitch() for _ in units]
         for path, modules in zip(self.paths, self.modules, strict=True):
-            path.in_eval = eval_path == "recovery"
+            path.in_eval = options.eval_path == "recovery"
             for module in modules:
-                make_switchable(module, path, self.store.product(module), originals=recovery != "dequantize")
+                make_switchable(module, path, self.store.product(module), originals=kind.originals_used)
         self._account(units)
         self._outside = sum(type(m) is bnb.nn.Linear8bitLt for m in base.modules())
         self._active = np.zeros(len(units), dtype=bool)
@@ -112,7 +164,8 @@ class Int8Backend(Backend):
         rows = np.array([sum(m.state.SCB.numel() for m in modules) for modules in self.modules], dtype=np.int64)
         weights = self.store.weights
         self.bytes_low = weights + 4 * rows
-        self.bytes_recovery = 2 * weights if self.recovery != "dequantize" else np.zeros_like(weights)
+        originals_used = STORES[self.options.recovery].originals_used
+        self.bytes_recovery = 2 * weights if originals_used else np.zeros_like(weights)
         self.bytes_added, self.resident_bytes = self.store.bytes_added, self.store.resident_bytes
         self.host_bytes, self.holds_all = self.store.host_bytes, self.store.holds_all
         # Frozen matrices of the layers that bitsandbytes left as they were (fused experts, routers, skipped modules).
@@ -120,7 +173,7 @@ class Int8Backend(Backend):
         self._left_bytes: Counter[str] = Counter()
         for unit in units:
             for name, module in unit.module.named_modules():
-                if "lora_" in name or isinstance(module, SwitchableLinear8bitLt):
+                if in_adapter(name) or isinstance(module, SwitchableLinear8bitLt):
                     continue
                 matrices = [p for p in module.parameters(recurse=False) if p.ndim >= 2 and not p.requires_grad]
                 if matrices:
@@ -129,7 +182,7 @@ class Int8Backend(Backend):
 
     def reserve(self, units: int) -> None:
         # Evaluation on the recovery path needs one slot to pass the units through.
-        self.store.reserve(max(units, 1) if self.eval_path == "recovery" else units)
+        self.store.reserve(max(units, 1) if self.options.eval_path == "recovery" else units)
 
     def recovery_bytes_bound(self, units: int) -> int:
         return self.store.bound(units)
@@ -139,7 +192,7 @@ class Int8Backend(Backend):
         if getattr(self.modules[unit][0], "_gnmr_path", None) is not self.paths[unit]:
             raise SetupError(
                 "the model's paths are no longer under this backend: a second GNMRCallback took them over, or they were "
-                "taken away in mid-training (restore_plain). Use one callback, until training ends"
+                "removed during training (restore_plain). Use one callback, until training ends"
             )
         changed = np.flatnonzero(active != self._active)
         if changed.size:
@@ -147,7 +200,7 @@ class Int8Backend(Backend):
         for unit in changed.tolist():
             path = self.paths[unit]
             path.in_train = bool(active[unit])
-            if self.eval_path == "active":
+            if self.options.eval_path == "active":
                 path.in_eval = path.in_train
         self._active = np.array(active, dtype=bool)
         return changed.size
@@ -156,34 +209,46 @@ class Int8Backend(Backend):
         for path, modules in zip(self.paths, self.modules, strict=True):
             for module in modules:
                 if module.__dict__.get("_gnmr_path") is path:  # not if another run has taken the model over
-                    make_plain(module)
+                    make_plain_8bit(module)
         self.store.close()
         CAST_NOTES.removeFilter(quiet)
 
     def census(self) -> dict[str, Any]:
         low, left = int(self.bytes_low.sum()), self._left_bytes.total()
-        lines: dict[str, Any] = {
+        entries: dict[str, Any] = {
             "modules_switched": sum(map(len, self.modules)),
             "modules_not_switched": {kind: self._left[kind] for kind, _ in self._left_bytes.most_common()},
             "bytes_not_switched": left,
             "modules_8bit_elsewhere": self._outside,
             "low_path": low_path_in_words(self.modules[int(np.flatnonzero(self.recoverable)[0])][0]),
             "recovery_path": self.store.in_words(),
-            "recovery": self.recovery,
-            "recovery_source": self.source,
-            "eval_path": self.eval_path,
+            "recovery": self.options.recovery,
+            "recovery_source": self.store.source,
+            "eval_path": self.options.eval_path,
             "bytes_low": low,
             "bytes_recovery": int(self.bytes_recovery.sum()),
             "share_switched": round(low / (low + left), 4),
         }
-        if isinstance(self.store, Slots):
-            lines["slot_bytes"] = self.store.slot_bytes
-        if isinstance(self.store, InPlace) and self.store.copies:
-            lines["note"] = (
-                f"{self.store.copies} weights held as one BF16 copy in memory ({self.resident_bytes:,} bytes, "
-                "resident whatever is active)"
-            )
-        return lines
+        return {**entries, **self.store.census()}
+
+    def census_lines(self, census: Mapping[str, Any]) -> list[str]:
+        left = ", ".join(f"{count} {kind}" for kind, count in census["modules_not_switched"].items())
+        left = f"NOT switched: {left}, {census['bytes_not_switched']:,} bytes" if left else "none left out"
+        host = f", {census['host_bytes']:,} in the host's memory" if census["host_bytes"] else ""
+        lines = [
+            f"{census['modules_switched']} modules switched, {census['share_switched']:.1%} of the layers' frozen weight "
+            f"bytes ({left})",
+            f"low-cost path: {census['low_path']}; {census['bytes_low']:,} bytes",
+            f"recovery path: {census['recovery_path']} ({census['recovery_source']}); {census['bytes_recovery']:,} bytes "
+            f"for all layers, at most {census['recovery_bytes_bound']:,} added at a time, {census['resident_bytes']:,} "
+            f"resident whatever is active{host}",
+            f"evaluation during training runs the {census['eval_path']} path",
+        ]
+        return [*lines, census["note"]] if "note" in census else lines
+
+    def identity(self) -> dict[str, Any]:
+        recovery = self.options.recovery
+        return {"recovery": "originals" if STORES[recovery].originals_used else recovery}
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -204,20 +269,6 @@ def cast_notes_silenced() -> Iterator[None]:
         yield
     finally:
         CAST_NOTES.removeFilter(quiet)
-
-
-def check_options(*, recovery: str, recovery_source: object, eval_path: str, pin_memory: object = False) -> None:
-    """Raise ConfigError for an option's value that is not allowed."""
-    if recovery not in RECOVERIES:
-        raise ConfigError(f"recovery={recovery!r}: one of {', '.join(map(repr, RECOVERIES))} is allowed")
-    if eval_path not in EVAL_PATHS:
-        raise ConfigError(f"eval_path={eval_path!r}: one of {', '.join(map(repr, EVAL_PATHS))} is allowed")
-    if recovery_source is not None and not isinstance(recovery_source, (str, os.PathLike)):
-        raise ConfigError(f"recovery_source={recovery_source!r}: a folder, a Hub id or None is allowed")
-    if not isinstance(pin_memory, bool) or (pin_memory and recovery != "host"):
-        raise ConfigError(f"pin_memory={pin_memory!r}: true or false is allowed, and true with recovery='host' only")
-    if recovery == "dequantize" and recovery_source is not None:
-        raise ConfigError(f"recovery_source={recovery_source!r} is not read with recovery='dequantize': give one of them")
 
 
 def _modules(unit: Unit) -> Iterator[Any]:

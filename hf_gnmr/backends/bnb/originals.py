@@ -1,20 +1,21 @@
-"""The original BF16 weights behind a model's 8-bit ones: found, mapped, checked.
+"""The original BF16 weights behind a model's 8-bit ones: located, mapped, checked.
 
 They come from memory where the model was converted by `quantize_int8`, else from the safetensors checkpoint that the
 model was loaded from (or `recovery_source`).  A module's name is not a checkpoint's key, so keys go through
 transformers' own conversion mapping, the one `from_pretrained` uses.  A BF16 tensor is used as mapped from the file,
 without a copy; anything else gets one BF16 copy.  Each module's shape is checked, and a sample of its rows is quantised
-again and held against the codes in use, so that the weights of another model, or of a merged one, are never taken for
-the original.
+again and compared with the codes in use, so that the weights of another model, or of a merged one, never pass for the
+original.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ IN_MEMORY: weakref.WeakKeyDictionary[nn.Module, Tensor] = weakref.WeakKeyDiction
 """BF16 weights of modules converted by `quantize_int8`; held here so that nothing of ours stays on the model."""
 
 WAYS_OUT = (
-    "Two ways out: give recovery_source= (a folder or Hub id with the original safetensors weights), or accept "
+    "Either give recovery_source= (a folder or Hub id with the original safetensors weights), or use "
     'recovery="dequantize" (BF16 compute on the dequantised 8-bit weights)'
 )
 
@@ -58,13 +59,24 @@ class Original:
     """True: pages of the checkpoint file. False: held in memory."""
 
 
+@dataclass(frozen=True)
+class Originals:
+    """The original weights of a model's 8-bit modules."""
+
+    weights: dict[bnb.nn.Linear8bitLt, Original]
+    source: str
+    """Where they came from, in words."""
+    watch: Watch | None
+    """On the files that are still needed; None: none is."""
+
+
 def find_originals(
     base: nn.Module,
     modules: Mapping[str, bnb.nn.Linear8bitLt],
     source: str | os.PathLike[str] | None,
     *,
     cast: bool = True,
-) -> tuple[dict[str, Original], str, Watch | None]:
+) -> Originals:
     """The original weights of `modules`.
 
     Args:
@@ -73,22 +85,22 @@ def find_originals(
         source: folder or Hub id to read instead of the one the model was loaded from.
         cast: make a BF16 copy of what is not BF16; False: leave it mapped as it is.
 
-    Returns:
-        The originals by the same names, where they came from, in words, and a watch on the files that are still needed.
-
     Raises:
         SetupError: no originals, unreadable or truncated files, wrong shapes, or weights that do not quantise to the
             codes in use; the message names the tensor and the ways out.
     """
     if source is None and modules and all(module in IN_MEMORY for module in modules.values()):
-        found = {name: Original(IN_MEMORY[module], is_transposed(module), mapped=False) for name, module in modules.items()}
+        by_name = {
+            name: Original(IN_MEMORY[module], is_transposed(module), mapped=False) for name, module in modules.items()
+        }
         where = "in memory, kept when the model was converted"
         files: list[Path] = []
     else:
-        found, where, files = _from_checkpoint(base, modules, source, cast)
+        by_name, where, files = _from_checkpoint(base, modules, source, cast)
     for name, module in modules.items():
-        _check(name, module, found[name], where)
-    return found, where, Watch(files) if any(original.mapped for original in found.values()) else None
+        _check(name, module, by_name[name], where)
+    watch = Watch(files) if any(original.mapped for original in by_name.values()) else None
+    return Originals({module: by_name[name] for name, module in modules.items()}, where, watch)
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -99,57 +111,69 @@ def is_transposed(module: nn.Module) -> bool:
 def _from_checkpoint(
     base: nn.Module, modules: Mapping[str, nn.Module], source: str | os.PathLike[str] | None, cast: bool
 ) -> tuple[dict[str, Original], str, list[Path]]:
-    from safetensors import SafetensorError, safe_open
-
+    """Originals by module name, where they came from, and the files."""
     config = getattr(base, "config", None)
     name_or_path = str(source if source is not None else getattr(config, "_name_or_path", "") or "")
     if not name_or_path:
-        raise SetupError(f"the model does not say what checkpoint it was loaded from. {WAYS_OUT}")
-    revision = None if source is not None else getattr(config, "_commit_hash", None)
-    files = checkpoint_files(name_or_path, revision)
-    handles = {}
-    keys: dict[str, Path] = {}
-    for file in files:
-        try:
-            handles[file] = safe_open(file, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise SetupError(f"{file} cannot be read as safetensors (truncated?): {error}. {WAYS_OUT}") from error
-        keys.update(dict.fromkeys(handles[file].keys(), file))
-    if any(key.endswith((".SCB", ".weight_format")) for key in keys):
-        raise SetupError(f"{name_or_path} holds 8-bit weights already: the originals are not in it. {WAYS_OUT}")
+        raise SetupError(f"the model does not say which checkpoint it was loaded from. {WAYS_OUT}")
+    files = checkpoint_files(name_or_path, None if source is not None else getattr(config, "_commit_hash", None))
+    tensor_of = _open(files)
+    if any(key.endswith((".SCB", ".weight_format")) for key in tensor_of):
+        raise SetupError(f"{name_or_path} already holds 8-bit weights: the originals are not in it. {WAYS_OUT}")
 
-    wanted = {f"{name}.weight": name for name in modules}
-    found: dict[str, Original] = {}
+    names = {f"{name}.weight": name for name in modules}
+    originals: dict[str, Original] = {}
     fused: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
-    for key, target, pattern, converter in _map_keys(base, list(keys)):
+    for key, target, pattern, converter in _map_keys(base, list(tensor_of)):
         if converter is not None:
             # One checkpoint tensor may hold several modules, so every fused group is collected before it is judged.
             fused.setdefault(target, (converter, []))[1].append((key, pattern))
-        elif target in wanted:
-            tensor = handles[keys[key]].get_tensor(key)
-            found[wanted[target]] = _original(key, tensor, modules[wanted[target]], mapped=True, cast=cast)
+        elif target in names:
+            name = names[target]
+            originals[name] = _original(key, tensor_of[key](), modules[name], mapped=True, cast=cast)
     for target, (converter, members) in fused.items():
-        if not any(name not in found for name in modules):
+        if all(name in originals for name in modules):
             break
-        converter = copy.deepcopy(converter)
-        for key, pattern in members:
-            converter.add_tensor(target, key, pattern, handles[keys[key]].get_tensor(key))
-        for full_name, tensor in converter.convert(target, model=base, config=config).items():
-            tensor = tensor[0] if isinstance(tensor, list) else tensor
-            if full_name in wanted:
-                module = modules[wanted[full_name]]
-                found[wanted[full_name]] = _original(full_name, tensor.clone(), module, mapped=False, cast=True)
-    missing = [name for name in modules if name not in found]
+        for parameter, tensor in _split(base, target, converter, members, tensor_of).items():
+            if parameter in names:
+                name = names[parameter]
+                originals[name] = _original(parameter, tensor.clone(), modules[name], mapped=False, cast=True)
+    missing = [name for name in modules if name not in originals]
     if missing:
         raise SetupError(
             f"{name_or_path} has no weight for {len(missing)} of {len(modules)} 8-bit modules, the first: "
             f"{missing[0]}. {WAYS_OUT}"
         )
-    mapped = [name for name, original in found.items() if original.mapped]
-    for name, is_mapped in zip(mapped, file_backed(found[name].weight for name in mapped), strict=True):
+    mapped = [name for name, original in originals.items() if original.mapped]
+    for name, is_mapped in zip(mapped, file_backed(originals[name].weight for name in mapped), strict=True):
         if not is_mapped:  # safetensors read it into memory after all
-            found[name] = dataclasses.replace(found[name], mapped=False)
-    return found, name_or_path, files
+            originals[name] = dataclasses.replace(originals[name], mapped=False)
+    return originals, name_or_path, files
+
+
+def _open(files: list[Path]) -> dict[str, Callable[[], Tensor]]:
+    """A function for each tensor in the files, by key, that gives the tensor as mapped."""
+    from safetensors import SafetensorError, safe_open
+
+    tensor_of: dict[str, Callable[[], Tensor]] = {}
+    for file in files:
+        try:
+            handle = safe_open(file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise SetupError(f"{file} cannot be read as safetensors (truncated?): {error}. {WAYS_OUT}") from error
+        tensor_of.update({key: functools.partial(handle.get_tensor, key) for key in handle.keys()})  # noqa: SIM118
+    return tensor_of
+
+
+def _split(
+    base: Any, target: str, converter: Any, members: list[tuple[str, str]], tensor_of: Mapping[str, Callable[[], Tensor]]
+) -> dict[str, Tensor]:
+    """What transformers' converter makes of a group of checkpoint tensors, by parameter name."""
+    converter = copy.deepcopy(converter)
+    for key, pattern in members:
+        converter.add_tensor(target, key, pattern, tensor_of[key]())
+    made = converter.convert(target, model=base, config=getattr(base, "config", None))
+    return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
 
 
 def _map_keys(base: nn.Module, keys: list[str]) -> list[tuple[str, str, str, Any]]:

@@ -26,7 +26,7 @@ from .. import linears
 from .bf16_product import Product
 
 
-class UnitPath:
+class PathSwitch:
     """Which path a unit's modules run, in train and in eval mode."""
 
     __slots__ = ("in_eval", "in_train")
@@ -39,7 +39,7 @@ class UnitPath:
 class SwitchableLinear8bitLt(bnb.nn.Linear8bitLt):
     """A `Linear8bitLt` with a second, BF16 path. Made by `make_switchable` only."""
 
-    _gnmr_path: UnitPath
+    _gnmr_path: PathSwitch
     _gnmr_product: Product
     _gnmr_checked: bool
 
@@ -104,7 +104,7 @@ class SwitchableLinear8bitLt(bnb.nn.Linear8bitLt):
                 self.weight.SCB = None
 
 
-def make_switchable(module: bnb.nn.Linear8bitLt, path: UnitPath, product: Product, *, originals: bool) -> None:
+def make_switchable(module: bnb.nn.Linear8bitLt, path: PathSwitch, product: Product, *, originals: bool) -> None:
     """Give `module` its second path.
 
     Args:
@@ -121,8 +121,8 @@ def make_switchable(module: bnb.nn.Linear8bitLt, path: UnitPath, product: Produc
     _rebind(module)
 
 
-def make_plain(module: Any) -> None:
-    """Take the second path away; any module is allowed, most are left alone."""
+def make_plain_8bit(module: Any) -> None:
+    """Remove the second path; any module may be given, most are left alone."""
     if type(module) is SwitchableLinear8bitLt:
         if module.weight.CB is not None:
             module.init_8bit_state()
@@ -144,5 +144,5 @@ def restore_plain(model: nn.Module) -> None:
     Only needed where training was broken off (an exception, an interrupt) and the model is used without another run.
     """
     for module in model.modules():
-        make_plain(module)
+        make_plain_8bit(module)
         linears.make_plain(module)

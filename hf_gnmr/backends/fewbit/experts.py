@@ -21,14 +21,14 @@ from torch.overrides import TorchFunctionMode
 from ...config import SetupError
 from ..linears import Latest, Switched
 from ..units import PEFT_INFIX
-from .paths import UnitPaths
+from .switched import ProductSwitch
 
 
 class SwitchedExperts(Switched):
     """Mixin: fused experts with a path for all of them, or one for each."""
 
     ours = ("paths", "latest")
-    paths: Sequence[UnitPaths]
+    paths: Sequence[ProductSwitch]
     latest: Latest
 
     @torch.compiler.disable

@@ -8,56 +8,74 @@ without the gain; that has to be asked for, and is said.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
-from torch import nn
 
-from ...config import ConfigError, SetupError
+from ...config import SetupError, one_of
+from ..base import BackendOptions
 from ..units import Unit, fused_experts_of, linears_of
-from .paths import LowPrecision
-from .products import HybridFp8
+from .paths import LowPrecision, LowPrecisionOptions
+from .products import HybridFp8, Product
 
 EMULATE = (False, True, "auto")
 LEAST_CAPABILITY = (8, 9)
 
 
+@dataclass(frozen=True)
+class Fp8Options(LowPrecisionOptions):
+    """Whether the processor's FP8 product runs, or an emulation of it."""
+
+    emulate: bool | Literal["auto"] = False
+    """false: the device's own FP8 product, or an error; true: emulated (the same numbers, nothing gained); ``auto``:
+    emulated where the device has no FP8."""
+
+    backend = "fp8"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("emulate", self.emulate, EMULATE)
+
+
 class Fp8Backend(LowPrecision):
     """Decoder layers (or experts) in hybrid FP8, recovered by the plain product in the model's own dtype.
 
-    Args:
-        model: see `LowPrecision`.
-        units: see `LowPrecision`.
-        emulate: false: the processor's FP8 product, or an error; true: emulation; "auto": emulation where there is none.
-        eval_path: "low", "recovery" or "active".
-
     Raises:
-        ConfigError: another value of `emulate`.
+        ConfigError: a wrong option.
         SetupError: no FP8 on this device, or linears whose sides are no multiples of 16; see `LowPrecision` too.
     """
 
     name = "fp8"
+    Options = Fp8Options
+    options: Fp8Options
 
-    def __init__(
-        self, model: nn.Module, units: Sequence[Unit], *, emulate: bool | str = False, eval_path: str = "low"
-    ) -> None:
-        check_emulate(emulate)
+    @classmethod
+    def check_device(cls, options: BackendOptions, device: torch.device) -> None:
+        assert isinstance(options, Fp8Options)
+        engine_on(device, options.emulate)
+
+    @classmethod
+    def plan_saved(
+        cls, model: Any, units: Sequence[Unit], options: BackendOptions, forward: Any, half: bool
+    ) -> dict[str, int]:
+        assert isinstance(options, Fp8Options)
+        if options.emulate is False:
+            refuse_shapes(units)
+        # The meta device has no FP8 product; the modules and what is refused are the same.
+        return super().plan_saved(model, units, replace(options, emulate=True), forward, half)
+
+    def products(self, units: Sequence[Unit]) -> tuple[Product, Product | None]:
         device = units[0].parameters[0].device if units and units[0].parameters else torch.device("cpu")
-        self.engine = engine_on(device, emulate)
+        self.engine = engine_on(device, self.options.emulate)
         if self.engine == "scaled_mm":
             refuse_shapes(units)
-        self._take(model, units, HybridFp8(self.engine), None, eval_path)
+        return HybridFp8(self.engine), None
 
     def census(self) -> dict[str, Any]:
         census = super().census()
         said = "EMULATED (numbers are rounded; no memory or time is saved): " if self.engine == "emulated" else ""
         return {**census, "path": said + census["path"], "engine": self.engine}
-
-
-def check_emulate(emulate: object) -> None:
-    """Raise ConfigError unless `emulate` is true, false or "auto"."""
-    if not (isinstance(emulate, bool) or emulate == "auto"):
-        raise ConfigError(f"emulate={emulate!r}: true, false or 'auto' is allowed")
 
 
 def engine_on(device: torch.device, emulate: bool | str) -> str:

@@ -7,52 +7,54 @@ and nothing runs faster.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
-
-from torch import nn
 
 from ...config import ConfigError
 from ..formats import FLOATS
 from ..units import Unit
-from .paths import LowPrecision
+from .paths import LowPrecision, LowPrecisionOptions
 from .products import HybridFp8, LowBit, Product
+
+BITS_LOW, BITS_RECOVERY = (4, 6), (8, 16)
+
+
+@dataclass(frozen=True)
+class LowBitOptions(LowPrecisionOptions):
+    """Bits of the two paths."""
+
+    bits_low: int = 4
+    """Bits on the low-cost path: 4 (E2M1) or 6 (E3M2)."""
+    bits_recovery: int = 8
+    """Bits on the recovery path: 8 (hybrid FP8, emulated) or 16 (the plain product)."""
+
+    backend = "lowbit"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, bits, choices in (
+            ("bits_low", self.bits_low, BITS_LOW),
+            ("bits_recovery", self.bits_recovery, BITS_RECOVERY),
+        ):
+            if not isinstance(bits, int) or isinstance(bits, bool) or bits not in choices:
+                raise ConfigError(f"{name}={bits!r}: expected {' or '.join(map(str, choices))} with backend='lowbit'")
 
 
 class LowBitBackend(LowPrecision):
     """Decoder layers (or experts) in `bits_low`, recovered in `bits_recovery`.
 
-    Args:
-        model: see `LowPrecision`.
-        units: see `LowPrecision`.
-        bits_low: 4 (E2M1) or 6 (E3M2).
-        bits_recovery: 8 (hybrid FP8, emulated) or 16 (the plain product).
-        eval_path: "low", "recovery" or "active".
-
     Raises:
-        ConfigError: other bits.
+        ConfigError: a wrong option.
         SetupError: see `LowPrecision`.
     """
 
     name = "lowbit"
+    Options = LowBitOptions
+    options: LowBitOptions
 
-    def __init__(
-        self, model: nn.Module, units: Sequence[Unit], *, bits_low: int = 4, bits_recovery: int = 8, eval_path: str = "low"
-    ) -> None:
-        self._take(model, units, *products_of(bits_low, bits_recovery), eval_path)
+    def products(self, units: Sequence[Unit]) -> tuple[Product, Product | None]:
+        return LowBit(FLOATS[self.options.bits_low]), HybridFp8() if self.options.bits_recovery == 8 else None
 
     def census(self) -> dict[str, Any]:
         census = super().census()
         return {**census, "path": f"SIMULATED (numbers are rounded; no memory or time is saved): {census['path']}"}
-
-
-def products_of(bits_low: int, bits_recovery: int) -> tuple[Product, Product | None]:
-    """The two paths' products.
-
-    Raises:
-        ConfigError: bits that this backend does not have.
-    """
-    for name, bits, allowed in (("bits_low", bits_low, (4, 6)), ("bits_recovery", bits_recovery, (8, 16))):
-        if not isinstance(bits, int) or isinstance(bits, bool) or bits not in allowed:
-            raise ConfigError(f"{name}={bits!r}: {' or '.join(map(str, allowed))} is allowed with backend='lowbit'")
-    form = FLOATS[bits_low]
-    return LowBit(form), HybridFp8() if bits_recovery == 8 else None

@@ -5,46 +5,40 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...config import SetupError
-from ...control.controller import Bools
-from ..base import Backend
+from ...control.monitor import Bools
+from ..base import Backend, BackendOptions, Counts, check_eval_path, check_unit
 from ..linears import Latest, Switched, lend, make_plain, plain_class, refuse_8bit, refuse_unswitchable
 from ..units import PEFT_INFIX, Unit, fused_experts_of, linears_of
+from .experts import refuse_unhandled, switched_class
 from .products import Product
+from .switched import ProductSwitch, SwitchedLinear
+
+UNIT_KINDS = ("layer", "experts", "expert")
 
 
-class UnitPaths:
-    """What a unit's modules run, in train and in eval mode; None: the plain product."""
+@dataclass(frozen=True)
+class LowPrecisionOptions(BackendOptions):
+    """What is switched as one, and which path evaluation runs."""
 
-    __slots__ = ("in_eval", "in_train")
+    eval_path: str = "low"
+    """Path in evaluation during training: ``low``, ``recovery``, or ``active`` (whatever training runs at that moment)."""
+    unit: str | None = None
+    """What is switched as one: ``layer`` (None), ``experts`` (a layer's experts together) or ``expert`` (each)."""
 
-    def __init__(self) -> None:
-        self.in_train: Product | None = None
-        self.in_eval: Product | None = None
+    backend: ClassVar[str]
 
-
-class SwitchedLinear(Switched, nn.Linear):
-    """A linear that runs its unit's product."""
-
-    ours = ("paths", "latest")
-    paths: UnitPaths
-    latest: Latest
-
-    # As it is under torch.compile, so that a choice of units costs no recompilation.
-    @torch.compiler.disable
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., in_features) -> (..., out_features)."""
-        product = self.paths.in_train if self.training else self.paths.in_eval
-        if product is None:
-            return super().forward(x)
-        return product(x, self.weight, self.bias, self.latest)
+    def __post_init__(self) -> None:
+        check_eval_path(self.eval_path)
+        check_unit(self.backend, self.unit, UNIT_KINDS)
 
 
 class LowPrecision(Backend):
@@ -56,21 +50,50 @@ class LowPrecision(Backend):
     Args:
         model: any model whose decoder layers hold `nn.Linear` or Hugging Face's fused experts.
         units: its layers, experts of a layer, or single experts.
-        low, recovery: the products of the two paths; None: plain.
-        eval_path: path in eval mode: "low", "recovery", or "active" (whatever training runs at that moment).
 
     Raises:
         SetupError: units without such modules, an 8-bit base, or modules that cannot be switched.
     """
 
-    def _take(self, model: nn.Module, units: Sequence[Unit], low: Product, recovery: Product | None, eval_path: str) -> None:
-        # Past this file's own import: experts know paths.
-        from .experts import refuse_unhandled, switched_class
+    options: LowPrecisionOptions
+    unit_kinds = UNIT_KINDS
 
+    @abstractmethod
+    def products(self, units: Sequence[Unit]) -> tuple[Product, Product | None]:
+        """The products of the two paths, low-cost first; None: plain.
+
+        Raises:
+            SetupError: units that these products cannot take, or a device without them.
+        """
+
+    def take(self, model: nn.Module, units: Sequence[Unit]) -> None:
         refuse_8bit(self.name, model, "its weights are integer codes, which have no product in another format")
-        self.low, self.recovery, self.eval_path = low, recovery, eval_path
+        self.low, self.recovery = self.products(units)
+        linears, fused = self._switchable(units)
+        self._refuse(model, units, linears, fused)
+        self.paths = [ProductSwitch() for _ in units]
+        self._latest = latest = Latest()
+        for path, modules in zip(self.paths, linears, strict=True):
+            for module in modules:
+                lend(module, SwitchedLinear, paths=path, latest=latest)
+        for experts, owners in fused.items():
+            lend(experts, switched_class(plain_class(experts)), paths=[self.paths[unit] for unit in owners], latest=latest)
+        self._modules: list[Any] = [*(m for modules in linears for m in modules), *fused]
+        self._counts = sum(map(len, linears)), len(fused)
+        self._names = [unit.name for unit in units]
+        self.recoverable = np.ones(len(units), dtype=bool)
+        # The trained weights are in memory whatever runs; a path makes its numbers from them in each product.
+        self.bytes_low = self.bytes_recovery = _weight_bytes(linears, fused)
+        self.bytes_added = np.zeros(len(units), dtype=np.int64)
+        self._active, self._exact = np.zeros(len(units), dtype=bool), False
+        for path in self.paths:
+            path.in_train = self.low
+            path.in_eval = self.recovery if self.options.eval_path == "recovery" else self.low
+
+    def _switchable(self, units: Sequence[Unit]) -> tuple[list[list[Any]], dict[Any, list[int]]]:
+        """Each unit's linears; and each module of fused experts with the units that it is: one, or one per expert."""
         linears: list[list[Any]] = [[] for _ in units]
-        fused: dict[Any, list[int]] = {}  # the units of each module of fused experts: one, or one an expert
+        fused: dict[Any, list[int]] = {}
         for unit in units:
             if unit.part is not None:
                 fused.setdefault(unit.module, []).append(unit.index)
@@ -80,35 +103,17 @@ class LowPrecision(Backend):
             fused |= {m: [unit.index] for _, m in inside}
             if not inside and not linears[unit.index]:
                 raise SetupError(f"backend={self.name!r}: no nn.Linear and no fused experts in {unit.name}")
-        first = [[m for m, of in fused.items() if of[0] == unit.index] for unit in units]
+        return linears, fused
+
+    def _refuse(
+        self, model: nn.Module, units: Sequence[Unit], linears: list[list[Any]], fused: dict[Any, list[int]]
+    ) -> None:
+        """Raise SetupError for modules that cannot be switched."""
         names = {module: name for name, module in model.named_modules()}
         for experts in fused:
             refuse_unhandled(self.name, names[experts], experts, names[experts].endswith(PEFT_INFIX))
+        first = [[m for m, owners in fused.items() if owners[0] == unit.index] for unit in units]
         refuse_unswitchable(self.name, units, [[*a, *b] for a, b in zip(linears, first, strict=True)])
-
-        self.paths = [UnitPaths() for _ in units]
-        self._latest = latest = Latest()
-        for path, modules in zip(self.paths, linears, strict=True):
-            for module in modules:
-                lend(module, SwitchedLinear, paths=path, latest=latest)
-        for experts, of in fused.items():
-            lend(experts, switched_class(plain_class(experts)), paths=[self.paths[unit] for unit in of], latest=latest)
-        self._modules: list[Any] = [*(m for modules in linears for m in modules), *fused]
-        self._counts = sum(map(len, linears)), len(fused)
-
-        self.recoverable = np.ones(len(units), dtype=bool)
-        weights = [sum(m.weight.numel() * m.weight.element_size() for m in modules) for modules in linears]
-        for experts, of in fused.items():
-            size = sum(p.numel() * p.element_size() for p in experts.parameters(recurse=False))
-            for index in of:
-                weights[index] += size // len(of)
-        # The weights that are trained are there whatever runs; a path makes its numbers from them in each product.
-        self.bytes_low = self.bytes_recovery = np.array(weights, dtype=np.int64)
-        self.bytes_added = np.zeros(len(units), dtype=np.int64)
-        self._active, self._exact = np.zeros(len(units), dtype=bool), False
-        for path in self.paths:
-            path.in_train = low
-            path.in_eval = recovery if eval_path == "recovery" else low
 
     def apply(self, active: Bools) -> int:
         changed = np.flatnonzero(active != self._active)
@@ -124,9 +129,9 @@ class LowPrecision(Backend):
         self._active, self._exact = self.recoverable.copy(), True
         return changed
 
-    def _run(self, path: UnitPaths, product: Product | None) -> None:
+    def _run(self, path: ProductSwitch, product: Product | None) -> None:
         path.in_train = product
-        if self.eval_path == "active":
+        if self.options.eval_path == "active":
             path.in_eval = product
 
     def remove(self) -> None:
@@ -135,16 +140,45 @@ class LowPrecision(Backend):
                 make_plain(module)
         self._latest.forget()
 
+    @classmethod
+    def plan_saved(
+        cls, model: Any, units: Sequence[Unit], options: BackendOptions, forward: Any, half: bool
+    ) -> dict[str, int]:
+        cls(model, units, options).remove()  # for what it refuses: products take nothing that is not there anyway
+        return {}
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            **super().identity(),
+            "units": self._names,
+            "formats": [self._in_words(self.low), self._in_words(self.recovery)],
+        }
+
+    @staticmethod
+    def _in_words(product: Product | None) -> str:
+        return "not quantised" if product is None else product.name
+
     def census(self) -> dict[str, Any]:
-        low, recovery = ("not quantised" if p is None else p.name for p in (self.low, self.recovery))
+        low, recovery = self._in_words(self.low), self._in_words(self.recovery)
         linears, fused = self._counts
         what = " and ".join(
             f"{count} {name}" for count, name in ((linears, "linears"), (fused, "modules of fused experts")) if count
         )
         return {
             "path": f"{what}: low-cost path {low}; recovery path {recovery}; evaluation during training runs the "
-            f"{self.eval_path} path; embeddings, norms, the attention itself, routers, adapters and output head as they are",
+            f"{self.options.eval_path} path; embeddings, norms, the attention itself, routers, adapters and output head as "
+            "they are",
             "format_low": low,
             "format_recovery": recovery,
-            "eval_path": self.eval_path,
+            "eval_path": self.options.eval_path,
         }
+
+
+def _weight_bytes(linears: list[list[Any]], fused: dict[Any, list[int]]) -> Counts:
+    """Bytes of each unit's switched weights; those of fused experts in equal parts."""
+    sizes = [sum(m.weight.numel() * m.weight.element_size() for m in modules) for modules in linears]
+    for experts, owners in fused.items():
+        whole = sum(p.numel() * p.element_size() for p in experts.parameters(recurse=False))
+        for unit in owners:
+            sizes[unit] += whole // len(owners)
+    return np.array(sizes, dtype=np.int64)

@@ -1,20 +1,57 @@
-"""What a store of recovery weights owes the INT8 backend."""
+"""What a store of recovery weights owes the backend, and what it plans.
+
+A store makes, for each 8-bit module, a function from BF16 input and bias to the BF16 product.  It is told the active set
+after every decision, and nothing else.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import bitsandbytes as bnb
 import numpy as np
 
-from ....control.controller import Bools
-from ...base import Counts
+from ....control.monitor import Bools
+from ...base import Counts, Way
 from ..bf16_product import Product
+from ..originals import Originals
 
 Module: TypeAlias = bnb.nn.Linear8bitLt
+
+
+class StoreOptions(Protocol):
+    """The backend options that a store may read."""
+
+    @property
+    def recovery(self) -> str: ...
+
+    @property
+    def pin_memory(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class PlannedWeights:
+    """What is known about a base in few bits before any weight is loaded; sizes in bytes."""
+
+    weights: int
+    """The whole base on the device, low-cost path."""
+    units: list[int]
+    """BF16 size of each recoverable unit's switched weights, the largest first."""
+    largest: int
+    """Numbers in the largest switched weight."""
+    lifted: int
+    """Units on the recovery path at a time."""
+    cast: bool
+    """The checkpoint is not BF16: originals have to be cast."""
+
+    @property
+    def slots(self) -> int:
+        """The largest `lifted` units in BF16."""
+        return sum(self.units[: self.lifted])
 
 
 class Store(ABC):
@@ -32,6 +69,8 @@ class Store(ABC):
     """What it holds in anonymous memory of the host, where that is not the device."""
     holds_all: bool = True
     """Whether all units can be active at once, whatever maxO is."""
+    source: str
+    """Where the originals came from, for the census."""
 
     def __init__(self, modules: Sequence[Sequence[Module]]) -> None:
         self.modules = [list(members) for members in modules]
@@ -47,7 +86,7 @@ class Store(ABC):
         return int(np.sort(self.bytes_added)[-units:].sum()) if units > 0 else 0
 
     def reserve(self, units: int) -> None:
-        """Make room for as many active units at a time; before the first `apply`."""
+        """Make room for this many active units at a time; before the first `apply`."""
         return None
 
     def apply(self, active: Bools) -> None:
@@ -55,12 +94,64 @@ class Store(ABC):
         return None
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         return None
 
     @abstractmethod
     def in_words(self) -> str:
         """What a lifted unit runs, for the census."""
+
+    def census(self) -> dict[str, Any]:
+        """Further entries of the census, plain JSON values."""
+        return {}
+
+
+class StoreKind(ABC):
+    """One value of the option `recovery`: how its store is made, and what it takes before there is a model."""
+
+    originals_used: ClassVar[bool] = True
+    """Whether a lifted unit runs the original weights."""
+
+    @classmethod
+    @abstractmethod
+    def open(
+        cls,
+        modules: Sequence[Sequence[Module]],
+        find: Callable[[bool], Originals],
+        options: StoreOptions,
+        on_accelerator: bool,
+    ) -> Store:
+        """The store over these modules.
+
+        Args:
+            modules: the 8-bit modules of each unit.
+            find: finds and checks the original weights; True: cast those that are not BF16.
+            options: the backend's options.
+            on_accelerator: whether the 8-bit weights are on one.
+
+        Raises:
+            SetupError: no originals, or options that this device cannot follow.
+        """
+
+    @classmethod
+    @abstractmethod
+    def ways(cls, planned: PlannedWeights) -> list[Way]:
+        """The ways to hold a base with this store, for `hf-gnmr plan`."""
+
+    @classmethod
+    @abstractmethod
+    def way(cls, options: StoreOptions, on_cpu: bool) -> str:
+        """The key of the way that these options come to."""
+
+    @classmethod
+    def planned_bounds(cls, planned: PlannedWeights, on_cpu: bool) -> list[int]:
+        """The most bytes that 0, 1, … all recoverable units add on the device."""
+        return [0] * (len(planned.units) + 1)
+
+    @classmethod
+    def planned_holds_all(cls, on_cpu: bool) -> bool:
+        """`holds_all`, before there is a store."""
+        return True
 
 
 class Worker:
@@ -76,7 +167,7 @@ class Worker:
         return self._pool.submit(job)
 
     def close(self) -> None:
-        """Wait for what was started."""
+        """Wait for the jobs that were started."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
             self._pool = None

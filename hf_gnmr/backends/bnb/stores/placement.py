@@ -31,7 +31,7 @@ class SlotCache:
         """Make room for all `active` units.
 
         Returns:
-            (unit, slot) for each unit that has to be brought in; the others are there already.
+            (unit, slot) for each unit that has to be brought in; the others have one already.
 
         Raises:
             ValueError: more units than slots.
@@ -42,12 +42,12 @@ class SlotCache:
         for unit in active:
             self._used[unit] = self._clock
         before = list(self.holds)
-        wanted = set(active)
+        needed = set(active)
         for unit in sorted((u for u in active if u not in before), key=lambda u: -self.unit_sizes[u]):
             fitting = [
                 slot
                 for slot, size in enumerate(self.slot_sizes)
-                if size >= self.unit_sizes[unit] and self.holds[slot] not in wanted
+                if size >= self.unit_sizes[unit] and self.holds[slot] not in needed
             ]
             if not fitting:
                 self._place_anew(active)

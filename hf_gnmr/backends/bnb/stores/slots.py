@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....control.controller import Bools
+from ....control.monitor import Bools
 from ..bf16_product import Product, multiply
 from ..originals import Original
 from ..pages import Watch
@@ -22,7 +22,9 @@ class Slots(Store):
     """Originals on the host; at most `units` layers of BF16 on each device, in buffers allocated once.
 
     Args:
-        modules, originals, watch: as above; originals in the checkpoint's dtype.
+        modules: the 8-bit modules of each unit.
+        originals: their original weights, in the checkpoint's dtype.
+        watch: on the files that are mapped; None: none is.
         pin: hold the originals in pinned host memory, in BF16.
         copy: (destination, source) -> None; the copy of one weight.
     """
@@ -84,7 +86,7 @@ class Slots(Store):
                 try:
                     arrival.wait()
                 except BaseException:
-                    self._forget(self._unit[module])  # half a copy must never be taken for the weights
+                    self._forget(self._unit[module])  # half a copy must never pass for the weights
                     raise
                 waiting.pop(module, None)
             return multiply(x, views[module], bias, transposed)
@@ -98,15 +100,15 @@ class Slots(Store):
     def _demand(self, unit: int) -> None:
         """Bring in a unit that is not there: evaluation on the recovery path passes all units through the slots, and no
         backward asks for them again; the first lifted layer after it brings all lifted ones back."""
-        wanted = self._active | {unit}
-        fits = all(sum(u in wanted for u in slots.members) <= len(slots.buffers) for slots in self._by_device.values())
-        self._place(wanted if fits else {unit})
+        units = self._active | {unit}
+        fits = all(sum(u in units for u in slots.members) <= len(slots.buffers) for slots in self._by_device.values())
+        self._place(units if fits else {unit})
 
     def _place(self, units: set[int]) -> None:
         if not self._by_device:
             self.reserve(len(self.modules))
         if self._watch is not None and any(slots.lacks(units) for slots in self._by_device.values()):
-            self._watch.check()  # before anything is taken for done
+            self._watch.check()  # before anything counts as done
         for device, slots in self._by_device.items():
             brought = slots.place(units)
             for unit in set(slots.members) - slots.held():
@@ -154,6 +156,9 @@ class Slots(Store):
         self.originals = {}
         self._views.clear()
         self._waiting.clear()
+
+    def census(self) -> dict[str, Any]:
+        return {"slot_bytes": self.slot_bytes}
 
     def in_words(self) -> str:
         return (

@@ -1,0 +1,15 @@
+"""Whether, and among how many processes, a training runs."""
+
+from __future__ import annotations
+
+import torch
+
+
+def is_distributed() -> bool:
+    """Whether a process group is at work."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def world_size() -> int:
+    """Number of processes; 1 without a process group."""
+    return torch.distributed.get_world_size() if is_distributed() else 1

@@ -1,0 +1,101 @@
+"""What a reader of gradients owes: norms on the device without a sync, and what they come to on the host."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from accelerate.state import AcceleratorState, DistributedType
+from torch import Tensor, nn
+
+from ...backends.units import Unit, unwrap
+from ...control.monitor import Bools, Floats
+
+PARTITIONING = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
+"""Engines of accelerate that keep gradients to themselves."""
+
+
+def partitioning(model: nn.Module) -> str | None:
+    """What partitions the model's gradients, in words; None: nothing does."""
+    if any(hasattr(p, "device_mesh") for p in model.parameters()):
+        return "the model's parameters are DTensors (fully_shard, tensor parallelism)"
+    kind = AcceleratorState().distributed_type if AcceleratorState._shared_state else DistributedType.NO
+    return str(kind.value) if kind in PARTITIONING else None
+
+
+@dataclass(frozen=True)
+class Norms:
+    """What one step's gradients come to. Arrays are float64 or bool, shape (num_units,)."""
+
+    units: Floats
+    """L2 norm of each unit's gradient; 0 where it had none."""
+    seen: Bools
+    """Units of which at least one parameter had a gradient."""
+    total: float
+    """L2 norm over all trainable parameters."""
+
+
+class UnitNorms(ABC):
+    """Reads the norms of a model's gradients, unit by unit.
+
+    Args:
+        model: the model whose `forward` is called (below DDP and torch.compile).
+        units: the monitored units.
+    """
+
+    asked_for_by: ClassVar[tuple[str, ...]] = ()
+    """Fields of TrainingArguments that ask for its engine."""
+    reads_in_backward: ClassVar[bool] = False
+    """Whether it reads each gradient before an optimizer uses it up inside the backward."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        in_units = [p for unit in units for p in unit.parameters]
+        known = {id(p) for p in in_units}
+        outside = [p for p in unwrap(model).parameters() if p.requires_grad and id(p) not in known]
+        self.parameters: list[nn.Parameter] = in_units + outside
+        """Those of the units, unit by unit, then all other trainable ones."""
+        self.in_units = len(in_units)
+        # A unit that is one of several experts in a tensor reads its part of the gradient: the parameter is listed once per
+        # part. -1: the whole gradient.
+        parts = [-1 if unit.part is None else unit.part for unit in units for _ in unit.parameters]
+        self.parts = np.array(parts + [-1] * len(outside))
+        # Parameters are listed unit by unit, so that a unit's share of the vector is one contiguous segment.
+        self.segments = np.cumsum([0] + [len(unit.parameters) for unit in units])[:-1]
+
+    @classmethod
+    @abstractmethod
+    def handles(cls, model: nn.Module) -> bool:
+        """Whether it can read this model's gradients."""
+
+    @property
+    def home(self) -> torch.device:
+        """The device on which a step's numbers are gathered."""
+        return self.parameters[0].device
+
+    @property
+    def elsewhere(self) -> int:
+        """Trainable parameters in no unit (numbers, not tensors)."""
+        return sum(p.numel() for p in self.parameters[self.in_units :])
+
+    @abstractmethod
+    def measure(self) -> tuple[Tensor, list[int]]:
+        """Norms of the gradients that are present, fp32, on `home`, without a host sync; and the parameters' indices."""
+
+    @abstractmethod
+    def combine(self, norms: Floats, indices: list[int], scale: float) -> Norms:
+        """What the measured norms come to, on the host.
+
+        Args:
+            norms: as measured, float64.
+            indices: of the parameters, as measured.
+            scale: the loss scale, to be divided out.
+        """
+
+    def drop(self) -> None:
+        """Remove the gradients, so that the optimizer updates nothing."""
+        for p in self.parameters:
+            p.grad = None
