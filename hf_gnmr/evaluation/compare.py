@@ -1,8 +1,8 @@
 """``hf-gnmr compare RUN ...``: evaluated runs side by side: methods as rows, metrics as columns, differences from BF16.
 
-A difference is called noise where the 95% interval of a paired bootstrap over the items that both rows were scored on (10,000
-draws, seed 0) contains zero. For perplexities the items are pages or blocks, resampled with their weights. Items count as the
-same where the hashes of prompt and target agree; with fewer than ten of them no verdict is given.
+A difference is called noise where the 95% interval of a paired bootstrap over the items that both rows were scored on
+(10,000 draws, seed 0) contains zero. For perplexities the items are pages or blocks, resampled with their weights. Items
+count as the same where the hashes of prompt and target agree; with fewer than ten of them no verdict is given.
 """
 
 from __future__ import annotations

@@ -24,8 +24,9 @@ from ..run.environment import machine
 from .compare import write
 from .data import BUILTIN, check_shots, splits_of
 from .harness import harness_tasks, run_task
+from .models import adapter_effect, build
 from .plan import Plan, plan_of, version_of
-from .subjects import PRECISIONS, Subject, adapter_effect, build, resolve
+from .subjects import PRECISIONS, Subject, resolve
 from .tasks import OPTIONS, Request, default_tasks, names_taking, parse_tasks, subject_forms
 
 MAX_GEN_TOKENS = 256
@@ -146,7 +147,10 @@ def evaluate(plan: Plan, options: argparse.Namespace) -> None:
         with cast_notes_silenced():
             figures = run_task(model, tokenizer, request, tasks.get(request, {}), options, autocast)
         if figures.get("truncated"):
-            print(f"  {figures['truncated']} of {figures['n']} prompts were cut on the left, too long for the model", flush=True)
+            print(
+                f"  {figures['truncated']} of {figures['n']} prompts were cut on the left, too long for the model",
+                flush=True,
+            )
         if file.is_file():
             os.replace(file, free_name(file))
         file.parent.mkdir(parents=True, exist_ok=True)

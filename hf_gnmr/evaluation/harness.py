@@ -202,7 +202,7 @@ def _hashes_and_answers(samples: Samples) -> tuple[dict[str, str], dict[str, Any
 
 
 def truncated_items(lm: Any, samples: Samples, max_gen_tokens: int) -> int:
-    """How many items have a prompt that lm-eval cuts on the left because the model takes no more (it warns, but does not count).
+    """How many items have a prompt that lm-eval cuts on the left, too long for the model (it warns, but does not count).
 
     A text without a prompt is scored in rolling windows, and never cut.
     """

@@ -67,7 +67,9 @@ def plan_of(subject: Subject, requests: list[Request], options: argparse.Namespa
             continue
         earlier = _key_in(file)
         if earlier is not None and options.output and earlier.get("place") != subject.place:
-            raise ConfigError(f"{file} is the result of {earlier.get('place')}, not of {subject.place}: give another --output")
+            raise ConfigError(
+                f"{file} is the result of {earlier.get('place')}, not of {subject.place}: give another --output"
+            )
         pending.append(Pending(request, file, key))
     return Plan(subject, precision, folder, pending)
 

@@ -13,7 +13,7 @@ Rows have the fields of the public data sets. To add a task that lm-eval defines
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,7 @@ class Task:
 
     name: str
     """On the command line, and lm-eval's name of its definition."""
-    files: dict[str, tuple[str, ...]]
+    files: Mapping[str, tuple[str, ...]]
     """Glob patterns in the data folder by split; of several patterns the first with a match counts. The first split is
     scored."""
     read: Callable[[Path], list[Row]] = json_lines
@@ -64,16 +64,16 @@ class Task:
     """Whether the model writes answers, so that --max-gen-tokens applies."""
     chat_template: bool = False
     """Whether --chat-template changes its prompts."""
-    token_module: str | None = None
+    own_module: str | None = None
     """The module in ``eval/tasks`` that scores it by token, in blocks of --block and --stride; None: lm-eval scores it."""
     hub_text: tuple[str, str] | None = None
-    """With `token_module`: data set and configuration on the Hub."""
+    """With `own_module`: data set and configuration on the Hub."""
     default: bool = True
     """Whether it is evaluated where --tasks is not given."""
 
     @property
     def by_lm_eval(self) -> bool:
-        return self.token_module is None
+        return self.own_module is None
 
     @property
     def scored_split(self) -> str:
@@ -163,7 +163,7 @@ TASKS: dict[str, Task] = {
             files=WIKITEXT,
             read=wikitext_rows,
             builtin=smoke.articles,
-            token_module="wikitext_tokens",
+            own_module="wikitext_tokens",
             hub_text=("Salesforce/wikitext", "wikitext-2-raw-v1"),
         ),
     )

@@ -54,8 +54,8 @@ def score_by_token(model: Any, tokenizer: Any, request: Request, options: argpar
     """
     from tqdm import tqdm
 
-    assert request.task.token_module is not None
-    module = own_task(request.task.token_module)
+    assert request.task.own_module is not None
+    module = own_task(request.task.own_module)
     text = text_of(request, options.data)
     block = block_of(model.config, options)
     scored = module.token_perplexity(model, tokenizer, text, block=block, stride=options.stride, limit=options.limit)
