@@ -73,7 +73,7 @@ def _of_subject(request: Request, splits: Splits, source: str) -> Splits:
     scored = request.task.scored_split
     if not selected[scored]:
         available = sorted({row["subject"] for row in splits[scored]})
-        raise ConfigError(f"--tasks {request.label}: {source} has the subjects {', '.join(available)}")
+        raise ConfigError(f"--tasks {request.label}: expected one of the subjects of {source}: {', '.join(available)}")
     return selected
 
 
