@@ -26,11 +26,12 @@ quickstart: $(VENV)/.installed
 	GOMP_SPINCOUNT=2000 $(bin)/python eval/three_ways.py recipes/quickstart.yaml --out runs/quickstart --overwrite
 
 lint: $(VENV)/.installed
-	$(bin)/ruff check hf_gnmr eval tests
+	$(bin)/ruff format --check hf_gnmr eval tests examples
+	$(bin)/ruff check hf_gnmr eval tests examples
 	$(bin)/mypy
 
 test: lint
-	HF_HUB_OFFLINE=1 $(bin)/python -m pytest -n $(WORKERS) --dist loadscope $(TESTS)
+	HF_HUB_OFFLINE=1 $(bin)/python -m pytest -n $(WORKERS) --dist loadscope --durations=15 $(TESTS)
 
 smollm2: $(VENV)/.installed
 	mkdir -p build models

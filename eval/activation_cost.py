@@ -18,7 +18,7 @@ from torch import nn
 from hf_gnmr.backends.activation import QuantisedInput, Saved
 from hf_gnmr.backends.formats import E2M1, E4M3, IntFormat, pack
 from hf_gnmr.backends.linears import lend, make_plain
-from hf_gnmr.control.controller import Controller
+from hf_gnmr.control.gnmr import Controller
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ from hf_gnmr.backends.bnb.int8 import Int8Backend
 from hf_gnmr.backends.bnb.originals import Original
 from hf_gnmr.backends.bnb.pages import file_backed
 from hf_gnmr.backends.units import find_units
-from hf_gnmr.control.controller import Controller
+from hf_gnmr.control.gnmr import Controller
 from hf_gnmr.run.environment import machine
 from hf_gnmr.run.models import add_adapters, load_base, model_source
 from hf_gnmr.run.recipe import LoraSection, ModelSection

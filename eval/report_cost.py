@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from hf_gnmr.config import GNMRConfig
-from hf_gnmr.control.controller import Controller
+from hf_gnmr.control.gnmr import Controller
 from hf_gnmr.trace.calibrate import calibrate
 from hf_gnmr.trace.diagnose import diagnose
 from hf_gnmr.trace.file import TraceWriter

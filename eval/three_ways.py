@@ -27,7 +27,7 @@ from transformers import DataCollatorForSeq2Seq
 
 from hf_gnmr.backends import Int8Backend
 from hf_gnmr.backends.units import find_units
-from hf_gnmr.control.controller import Controller
+from hf_gnmr.control.gnmr import Controller
 from hf_gnmr.files import write_json
 from hf_gnmr.run.data import encode, load_rows
 from hf_gnmr.run.models import add_adapters, load_base, load_tokenizer, model_source

@@ -161,6 +161,17 @@ def whole(name: str, value: Any, least: int, what: str = "a whole number") -> in
     return int(result)
 
 
+def integer(name: str, value: Any, least: int, what: str = "a whole number") -> int:
+    """A whole number of at least `least`, written as one (4.0 does not count).
+
+    Raises:
+        ConfigError: anything else.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ConfigError(f"{name}={value!r}: expected {what}, at least {least}")
+    return int(value)
+
+
 def one_of(name: str, value: Any, choices: Iterable[Any]) -> None:
     """Raise ConfigError unless `value` is one of `choices`, of the same type."""
     listed = list(choices)

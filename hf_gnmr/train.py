@@ -1,9 +1,9 @@
 """One recipe, one run: ``accelerate launch -m hf_gnmr.train RECIPE [section.key=value ...]``.
 
-What can be told to be wrong from the recipe, the folder, the data and the model's configuration is told before the weights
-are loaded, in one line; nothing in the output folder is touched before training begins.  A run leaves there: ``recipe.yaml``
-(as resolved), ``environment.json``, ``trace.jsonl``, ``summary.json``, ``results.json`` (peak memory, held-out figures) and
-the adapter.
+A run has four stages: check, data, model, run.  Errors that can be detected early are reported, in one line, before the
+weights are loaded: those of the recipe, the output folder, the data and the model's configuration.  Nothing in the output
+folder is touched before training begins.  A run leaves there: ``recipe.yaml`` (as resolved), ``environment.json``,
+``trace.jsonl``, ``summary.json``, ``results.json`` (peak memory, held-out figures) and the adapter.
 """
 
 from __future__ import annotations
@@ -12,80 +12,43 @@ import argparse
 import math
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import (
-    DataCollatorForSeq2Seq,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-    default_data_collator,
-    set_seed,
-)
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .backends.bnb.int8 import cast_notes_silenced
-from .backends.fewbit.fp8 import engine_on
+from .backends import BACKENDS
 from .config import ConfigError, SetupError
-from .control.baselines import promotion_ratio
-from .files import free_name, write_json, write_text
-from .run.data import check_source, encode, load_rows
+from .files import FileError, free_name, write_json, write_text
 from .run.environment import environment, environment_in_words, peak_memory
 from .run.folder import OutputFolder
-from .run.heldout import held_out_figures, perplexity_figures
-from .run.models import (
-    add_adapters,
-    build_from_scratch,
-    check_depth,
-    load_adapter,
-    load_base,
-    load_tokenizer,
-    model_source,
-    scratch_tokenizer,
-)
-from .run.packing import check_text_source, text_blocks
-from .run.recipe import SCRATCH, find_recipe, load_recipe
+from .run.models import load_adapter
+from .run.prepare import TrainingData, find_model, kind_of, prepare_model, prepare_tokenizer
+from .run.recipe import find_recipe, load_recipe
 from .run.sections import Recipe, RecipeError
-from .trace.file import TraceError
+from .trace.lifted import LiftedRecord
 from .training.callback import GNMRCallback
 from .training.checks import refuse_training_settings
 from .training.journal import TRACE_FILE, write_summary
 from .training.mixin import GNMRTrainer
 
 
-class Record(TrainerCallback):
-    """Writes what a run is into its folder, once every check at train begin has passed (it stands after GNMRCallback)."""
-
-    def __init__(self, recipe: Recipe, data: dict[str, int]) -> None:
-        self.recipe, self.data = recipe, data
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        folder = Path(args.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in ("recipe.yaml", "environment.json"):
-            if (folder / name).exists():  # of the run that is resumed
-                os.replace(folder / name, free_name(folder / name))
-        write_text(folder / "recipe.yaml", self.recipe.to_yaml())
-        write_json(folder / "environment.json", environment(args, self.data))
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Command line; returns the exit status (2: something to mend, told in one line)."""
+    """Command line; returns the exit status (2: an error that the user can fix, reported in one line)."""
     parser = argparse.ArgumentParser(prog="hf_gnmr.train", description="Train from a recipe.")
     parser.add_argument("recipe", help="a YAML file, or the name of a recipe that comes with the package")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the recipe's")
     options = parser.parse_args(argv)
     try:
         train(load_recipe(find_recipe(options.recipe), options.overrides))
-    except (ConfigError, SetupError, TraceError) as error:
+    except (ConfigError, SetupError, FileError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    # A process group's threads that still run while the interpreter goes down can abort a process that has done its work.
+    # Threads of a process group that still run during interpreter shutdown can abort a process that has finished its work.
     # (After an error the group is left alone: its threads may wait for a peer that never answers.)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -101,119 +64,173 @@ def train(recipe: Recipe) -> dict[str, Any]:
     Raises:
         ConfigError, SetupError: before training starts.
     """
+    start = check(recipe)
+    if start is None:
+        return {}
+    seed = start.arguments.seed
+    with start.process.main_process_first():
+        tokenise = kind_of(recipe.data).read(recipe.data, seed)
+        source = find_model(recipe)
+    by_layer = start.callback.options.unit_kind == "layer"
+    tokenizer = prepare_tokenizer(recipe, source, units_are_layers=by_layer)
+    data = tokenise(tokenizer)
+    for line in data.lines:
+        start.say(line)
+    model = prepare_model(recipe, source, seed)
+    return run(start, data, model, tokenizer)
+
+
+# -- check ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Start:
+    """A run that has passed every check that needs neither data nor model."""
+
+    recipe: Recipe
+    arguments: TrainingArguments
+    callback: GNMRCallback
+    process: PartialState
+    folder: OutputFolder
+    say: Callable[..., None]
+    """`print` on the main process, silent on the others."""
+    finished_at: int | None
+    """The step at which the run to be resumed finished all its steps; None: there are steps to train."""
+
+
+def check(recipe: Recipe) -> Start | None:
+    """Refuse what can be refused before data and model are read; None: the run is finished, with nothing left to do.
+
+    Raises:
+        ConfigError, SetupError, FileError: the first error found.
+    """
     refuse_training_settings(recipe.training)
-    defaults: dict[str, Any] = {"prediction_loss_only": True}  # evaluation would keep the logits of all rows
-    if not torch.cuda.is_available() and not _other_accelerator():
-        defaults["use_cpu"] = True
-    try:
-        arguments = TrainingArguments(**{**defaults, **recipe.training})
-    except (ValueError, TypeError, ImportError) as error:
-        raise RecipeError(f"training: {error}") from error
+    arguments = _training_arguments(recipe.training)
     callback = GNMRCallback(
         recipe.gnmr,
-        trigger=recipe.trigger.name,
-        trigger_options=recipe.trigger.options(),
         layers=recipe.model.layers,
-        **recipe.backend.options(),
+        **recipe.trigger.keywords(),
+        **recipe.backend.keywords(),
     )
-    if recipe.backend.name == "fp8":
-        engine_on(arguments.device, recipe.backend.emulate)
-    (check_source if recipe.data.text is None else check_text_source)(recipe.data)
-    if recipe.data.streaming and arguments.max_steps < 1:
-        raise RecipeError("data.streaming=True needs training.max_steps: a stream does not tell how long it is")
-    if arguments.eval_strategy != "no" and not recipe.data.eval_rows:
-        raise RecipeError(f"training.eval_strategy={recipe.training['eval_strategy']!r} needs data.eval_rows above 0")
+    BACKENDS[recipe.backend.name].check_device(recipe.backend.options, arguments.device)
+    _check_data(recipe, arguments)
     process = PartialState()
     folder = OutputFolder(recipe)
     say = print if process.is_main_process else _silent
     say(recipe.to_yaml(), end="")
     say(environment_in_words(arguments))
     if recipe.run.resume and not recipe.run.overwrite and folder.checkpoint is None:
-        say(f"run.resume=auto: no checkpoint in {folder.path} yet, the run starts anew")
-    done = folder.finished_at()
-    if done is not None and folder.is_complete():
-        say(f"the run in {folder.path} is finished ({done} steps): nothing to do")
-        return {}
-    if recipe.trigger.trace is not None:
-        promotion_ratio(recipe.trigger.trace)  # its refusal, before the model is loaded
+        say(f"run.resume=auto: no checkpoint in {folder.path} yet, the run starts from scratch")
+    finished_at = folder.finished_at()
+    if finished_at is not None and folder.is_complete():
+        say(f"the run in {folder.path} is finished ({finished_at} steps): nothing to do")
+        return None
+    trace = getattr(recipe.trigger.options, "trace", None)
+    if trace is not None:
+        LiftedRecord(trace).promotion_ratio()  # an unusable trace is refused here, before the model is loaded
+    return Start(recipe, arguments, callback, process, folder, say, finished_at)
 
-    scratch = recipe.model.name == SCRATCH
-    with process.main_process_first():
-        rows, held_out = ([], []) if recipe.data.text is not None else load_rows(recipe.data, arguments.seed)
-        source = "" if scratch else model_source(recipe.model)
-    if not scratch:
-        by_layer = callback.options.unit_kind == "layer"
-        check_depth(source, recipe.model, recipe.gnmr if by_layer else None, recipe.lora)
-    tokenizer = scratch_tokenizer(recipe.model) if scratch else load_tokenizer(source, recipe.model)
-    if recipe.data.text is not None:
-        training_set, held_out_set, text_counts = text_blocks(recipe.data, tokenizer)
-        counted = text_counts.to_dict() if text_counts is not None else {}
-        say(f"text: {text_counts.in_words() if text_counts is not None else 'streamed'}")
-        collator: Any = default_data_collator
-    else:
-        training_set, counts = encode(rows, tokenizer, recipe.data.max_length)
-        held_out_set, held_out_counts = encode(held_out, tokenizer, recipe.data.max_length) if held_out else (None, None)
-        counted = counts.to_dict()
-        say(f"data: {counts.in_words()}")
-        if held_out_counts is not None:
-            say(f"held out: {held_out_counts.in_words()}")
-        collator = DataCollatorForSeq2Seq(tokenizer, padding=True, label_pad_token_id=-100)
 
-    set_seed(arguments.seed)
-    if scratch:
-        model = build_from_scratch(recipe.model, arguments.seed)
+def _training_arguments(settings: dict[str, Any]) -> TrainingArguments:
+    defaults: dict[str, Any] = {"prediction_loss_only": True}  # evaluation would keep the logits of all rows
+    if not torch.cuda.is_available() and not _other_accelerator():
+        defaults["use_cpu"] = True
+    try:
+        return TrainingArguments(**{**defaults, **settings})
+    except (ValueError, TypeError, ImportError) as error:
+        raise RecipeError(f"training: {error}") from error
+
+
+def _other_accelerator() -> bool:
+    accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+    return accelerator is not None and accelerator.type != "cpu"
+
+
+def _check_data(recipe: Recipe, arguments: TrainingArguments) -> None:
+    kind_of(recipe.data).check(recipe.data)
+    if recipe.data.streaming and arguments.max_steps < 1:
+        raise RecipeError("data.streaming=True needs training.max_steps: the length of a stream is unknown")
+    if arguments.eval_strategy != "no" and not recipe.data.eval_rows:
+        raise RecipeError(f"training.eval_strategy={recipe.training['eval_strategy']!r} needs data.eval_rows above 0")
+
+
+def _silent(*values: Any, **options: Any) -> None:
+    """For all ranks but the first."""
+
+
+# -- run -----------------------------------------------------------------------------------------------------------------
+
+
+class Record(TrainerCallback):
+    """Writes recipe and environment into the folder once every check at train begin has passed (it follows GNMRCallback)."""
+
+    def __init__(self, recipe: Recipe, data: dict[str, int]) -> None:
+        self.recipe, self.data = recipe, data
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        folder = Path(args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("recipe.yaml", "environment.json"):
+            if (folder / name).exists():  # from the run that is resumed
+                os.replace(folder / name, free_name(folder / name))
+        write_text(folder / "recipe.yaml", self.recipe.to_yaml())
+        write_json(folder / "environment.json", environment(args, self.data))
+
+
+def run(start: Start, data: TrainingData, model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Train, or finish a run that was killed after its last step; write the results and return them.
+
+    Raises:
+        ConfigError, SetupError: before anything in the output folder is touched.
+    """
+    trainer = _trainer(start, data, model, tokenizer)
+    _claim_folder(start, trainer)
+    results: dict[str, Any] = {}
+    if start.finished_at is None:
+        checkpoint = start.folder.checkpoint
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        results = peak_memory()
     else:
-        dtype = torch.bfloat16 if recipe.lora is not None else getattr(torch, recipe.model.dtype or "float32")
-        model = load_base(source, recipe.model, recipe.backend.name, dtype)
-        if recipe.lora is not None:
-            model = add_adapters(model, recipe.lora, arguments.seed)
-    model.config.use_cache = False
-    set_seed(arguments.seed)  # so that dropout does not depend on how many numbers loading took
+        _load_finished(start, trainer, start.finished_at)
+    trainer.save_model(start.arguments.output_dir)
+    if data.held_out_set is not None:
+        results |= data.figures(trainer, start.recipe)
+    if start.process.is_main_process:
+        write_json(start.folder.path / "results.json", results)
+        start.say(f"results: {', '.join(f'{key} {value}' for key, value in results.items())}")
+        start.say(f"files are in {start.arguments.output_dir}")
+    return results
+
+
+def _trainer(start: Start, data: TrainingData, model: Any, tokenizer: Any) -> GNMRTrainer:
     try:
         trainer = GNMRTrainer(
             model=model,
-            args=arguments,
-            train_dataset=training_set,
-            eval_dataset=held_out_set,
-            data_collator=collator,
+            args=start.arguments,
+            train_dataset=data.training_set,
+            eval_dataset=data.held_out_set,
+            data_collator=data.collator,
             processing_class=tokenizer,
-            callbacks=[callback, Record(recipe, counted)],
+            callbacks=[start.callback, Record(start.recipe, data.counts)],
         )
-        # What these refuse is refused before anything in the folder is touched; train() makes them anew.
+        # Build loader, optimizer and schedule once, so that settings they refuse are refused before anything in the folder
+        # is touched; train() builds them again.
         trainer.get_train_dataloader()
-        trainer.create_optimizer_and_scheduler(num_training_steps=max(1, arguments.max_steps))
+        trainer.create_optimizer_and_scheduler(num_training_steps=max(1, start.arguments.max_steps))
         trainer.optimizer = trainer.lr_scheduler = None
     except (ValueError, TypeError, ImportError) as error:
         raise RecipeError(f"training: {error}") from error
-    if process.is_main_process:
-        if folder.moves:
-            callback.rehearse(arguments, model, _total_steps(trainer))  # nothing is moved aside for a start that is refused
-        folder.claim()
-    process.wait_for_everyone()
-    results: dict[str, Any] = {}
-    if done is None:
-        trainer.train(resume_from_checkpoint=None if folder.checkpoint is None else str(folder.checkpoint))
-        results = peak_memory()
-    else:
-        # Ended between its last checkpoint and its last file: the Trainer would train one step too many.
-        say(f"all {done} steps are done ({folder.checkpoint}): what the run leaves at its end is made from there")
-        if recipe.lora is not None:
-            load_adapter(model, str(folder.checkpoint), "run.resume")
-        else:
-            trainer._load_from_checkpoint(str(folder.checkpoint))
-        if process.is_main_process:
-            write_summary(folder.path / TRACE_FILE, done)
-    trainer.save_model(arguments.output_dir)
-    if held_out_set is not None and recipe.data.text is not None:
-        results |= perplexity_figures(trainer, recipe)
-    elif held_out:
-        with cast_notes_silenced():
-            results |= held_out_figures(trainer, recipe, held_out)
-    if process.is_main_process:
-        write_json(folder.path / "results.json", results)
-        say(f"results: {', '.join(f'{key} {value}' for key, value in results.items())}")
-        say(f"files are in {arguments.output_dir}")
-    return results
+    return trainer
+
+
+def _claim_folder(start: Start, trainer: GNMRTrainer) -> None:
+    if start.process.is_main_process:
+        if start.folder.moves:  # nothing is moved aside for a start that is then refused
+            start.callback.rehearse(start.arguments, trainer.model, _total_steps(trainer))
+        start.folder.claim()
+    start.process.wait_for_everyone()
 
 
 def _total_steps(trainer: GNMRTrainer) -> int:
@@ -225,13 +242,19 @@ def _total_steps(trainer: GNMRTrainer) -> int:
     return math.ceil(arguments.num_train_epochs * max(1, math.ceil(batches / accumulation)))
 
 
-def _other_accelerator() -> bool:
-    accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
-    return accelerator is not None and accelerator.type != "cpu"
+def _load_finished(start: Start, trainer: GNMRTrainer, steps: int) -> None:
+    """The weights and the summary of a run that was killed between its last checkpoint and its last file.
 
-
-def _silent(*values: Any, **options: Any) -> None:
-    """For all ranks but the first."""
+    (Resumed in the ordinary way, the Trainer would train one step too many.)
+    """
+    checkpoint = str(start.folder.checkpoint)
+    start.say(f"all {steps} steps are done ({checkpoint}): writing the run's final files from there")
+    if start.recipe.lora is not None:
+        load_adapter(trainer.model, checkpoint, "run.resume")
+    else:
+        trainer._load_from_checkpoint(checkpoint)
+    if start.process.is_main_process:
+        write_summary(start.folder.path / TRACE_FILE, steps)
 
 
 if __name__ == "__main__":

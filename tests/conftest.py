@@ -209,3 +209,13 @@ def recipe_file(tmp_path, tiny_lm, rows_file):
         )
     )
     return str(file)
+
+
+LONG = 1800
+"""Seconds that a test marked slow may take, on a CPU without fast BF16 products too."""
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG))

@@ -57,7 +57,7 @@ def write_trace(
         "max_o": controller.max_o,
         "trigger": trigger,
         "backend": "int8",
-        "trigger_options": dict(controller.given),
+        "trigger_options": controller.options_dict(),
         "census": {"recovery_bytes_bound": 1000, "resident_bytes": 0, "path": "made up"},
         "run_id": "x",
         "total_steps": total_steps or steps,

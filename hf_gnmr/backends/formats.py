@@ -114,16 +114,16 @@ def format_of(key: str, kind: str, bits: int) -> Format | None:
     """The format of a kind and width; None for 16 bits: nothing is quantised.
 
     Raises:
-        ConfigError: no such format; `key` and what is allowed are named.
+        ConfigError: no such format; `key` and what was expected are named.
     """
     if kind not in KINDS:
-        raise ConfigError(f"format={kind!r}: one of {', '.join(map(repr, KINDS))} is allowed")
+        raise ConfigError(f"format={kind!r}: expected one of {', '.join(map(repr, KINDS))}")
     allowed = sorted(FLOATS) if kind == "float" else list(range(2, 9))
     whole = isinstance(bits, int) and not isinstance(bits, bool)
     if whole and bits == 16:
         return None
     if not whole or bits not in allowed:
-        raise ConfigError(f"{key}={bits!r}: {', '.join(map(str, allowed))} or 16 bits are allowed with format={kind!r}")
+        raise ConfigError(f"{key}={bits!r}: expected {', '.join(map(str, allowed))} or 16 bits with format={kind!r}")
     return FLOATS[bits] if kind == "float" else IntFormat(bits)
 
 
@@ -171,9 +171,9 @@ def quantise(x: Tensor, form: Format, scaling: str = "token", block: int = 128) 
         ConfigError: another scaling, or a block below 1.
     """
     if scaling not in SCALINGS:
-        raise ConfigError(f"scaling={scaling!r}: one of {', '.join(map(repr, SCALINGS))} is allowed")
+        raise ConfigError(f"scaling={scaling!r}: expected one of {', '.join(map(repr, SCALINGS))}")
     if block < 1:
-        raise ConfigError(f"block={block!r}: 1 and above is allowed")
+        raise ConfigError(f"block={block!r}: expected 1 or more")
     if x.numel() == 0:
         return x.clone()
     columns = x.shape[-1]

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..config import ConfigError, share, whole
+from ..config import ConfigError, integer, share
 from .controller import Bools, Record, Scores, Trigger, TriggerOptions
 
 
@@ -67,7 +67,7 @@ class RandomOptions(TriggerOptions):
         if self.promotion_ratio is not None:
             share("promotion_ratio", self.promotion_ratio)
         for name, least, what in (("seed", 0, "a whole number"), ("hold", 1, "a whole number of steps")):
-            object.__setattr__(self, name, whole(name, getattr(self, name), least, what))
+            integer(name, getattr(self, name), least, what)
 
     def resolved(self, record: Record, names: Sequence[str], recoverable: Bools) -> RandomOptions:
         return dataclasses.replace(self, promotion_ratio=float(record.promotion_ratio()), trace=None)

@@ -9,19 +9,15 @@ with the nearest known one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import difflib
-import math
 import os
-import re
 import typing
 from collections.abc import Callable, Mapping
-from enum import Enum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from ..backends import BACKENDS, option_names
 from ..config import ConfigError, GNMRConfig, one_of
@@ -37,6 +33,7 @@ from .sections import (
     RunSection,
     TriggerSection,
 )
+from .values import check_known, check_value
 from .yaml12 import Yaml12
 
 SECTIONS: dict[str, type] = {
@@ -50,19 +47,7 @@ SECTIONS: dict[str, type] = {
     "run": RunSection,
 }
 
-LEAST: dict[str, float] = {
-    "lora.r": 1, "lora.lora_alpha": 1, "lora.lora_dropout": 0, "data.max_length": 8, "data.rows": 1, "data.eval_rows": 0,
-    "data.generate_rows": 0, "data.max_new_tokens": 1, "data.documents": 1, "model.llm_int8_threshold": 0,
-    "training.learning_rate": 0, "training.weight_decay": 0, "training.max_grad_norm": 0, "training.warmup_steps": 0,
-    "training.per_device_train_batch_size": 1, "training.per_device_eval_batch_size": 1,
-    "training.gradient_accumulation_steps": 1, "training.max_steps": 1, "training.num_train_epochs": 0,
-    "training.logging_steps": 0, "training.save_steps": 0, "training.seed": 0, "training.label_smoothing_factor": 0,
-}  # fmt: skip
-"""Least allowed value of a key. `training.max_steps` may also be -1, transformers' "by epochs"."""
-
 SCRATCH = "scratch"
-
-MOST: dict[str, float] = {"lora.lora_dropout": 1, "training.label_smoothing_factor": 1}
 
 
 def find_recipe(name: str) -> Path:
@@ -102,7 +87,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | tuple[str, 
         section, dot, name = key.partition(".")
         if not equals or not dot or not name:
             raise RecipeError(f"override {override!r}: expected section.key=value, e.g. training.max_steps=20")
-        _known(section, list(SECTIONS), "section")
+        check_known(section, list(SECTIONS), "section")
         try:
             if raw.get(section) is False:
                 raise RecipeError(f"override {override!r}: the recipe says {section}: false")
@@ -148,7 +133,7 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
             raise RecipeError(f"{path} extends itself, by way of {', '.join(p.name for p in below)}")
         base = _read(path.parent / extended, (*below, path.resolve()))
     for section, values in raw.items():
-        _known(section, [*SECTIONS, "extends"], "section")
+        check_known(section, [*SECTIONS, "extends"], "section")
         if values is None:
             values = {}
         if section == "lora" and values is False:
@@ -201,7 +186,7 @@ def _section(section: str, cls: type, values: dict[str, Any]) -> Any:
     known = [f.name for f in dataclasses.fields(cls)]
     checked = {}
     for name, value in values.items():
-        _known(name, known, "key", f"{section}.")
+        check_known(name, known, "key", f"{section}.")
         checked[name] = check_value(f"{section}.{name}", value, hints[name])
     required = [
         f.name
@@ -272,7 +257,7 @@ def _choice(
             own[key] = check_value(f"{section}.{key}", value, hints[key])
         elif not owners:
             known = dict.fromkeys(["name", *common, *(k for cls in options.values() for k in cls.defaults())])
-            _known(key, list(known), "key", f"{section}.")
+            check_known(key, list(known), "key", f"{section}.")
         elif section != "backend" or value not in [options[owner].defaults()[key] for owner in owners]:
             raise RecipeError(
                 f"{section}.{key}={value!r} belongs to {section}.name={' or '.join(map(repr, owners))}; this recipe has "
@@ -285,6 +270,18 @@ READERS: dict[str, Callable[[dict[str, Any]], Any]] = {"backend": backend_sectio
 """Sections whose keys depend on what they name."""
 
 
+def normalised(values: dict[str, Any]) -> dict[str, Any]:
+    """A stored recipe's sections as `Recipe.to_dict` has them; a section that can no longer be read stays as it is.
+
+    Version 0.1.0 listed the options of every backend and trigger.
+    """
+    result = dict(values)
+    for section, read in READERS.items():
+        with contextlib.suppress(RecipeError):
+            result[section] = read(dict(values.get(section) or {})).to_dict()
+    return result
+
+
 def check_training(values: dict[str, Any]) -> dict[str, Any]:
     """The `training` section with every value of the type that `TrainingArguments` declares for it."""
     from transformers import TrainingArguments
@@ -293,55 +290,8 @@ def check_training(values: dict[str, Any]) -> dict[str, Any]:
     known = [f.name for f in dataclasses.fields(TrainingArguments) if f.init]
     checked = {}
     for name, value in values.items():
-        _known(name, known, "key", "training.")
+        check_known(name, known, "key", "training.")
         result = check_value(f"training.{name}", value, hints[name])
         # A step count that may also be a share is declared a float; written as a whole number it stays one.
         checked[name] = value if type(value) is int and isinstance(result, float) else result
     return checked
-
-
-def check_value(key: str, value: Any, hint: Any) -> Any:
-    """`value` as the type `hint`, within the range of `key`.
-
-    Raises:
-        RecipeError: naming key, value and the expected type or range.
-    """
-    allowed = _words(hint)
-    union = typing.get_args(hint) or (hint,)
-    if isinstance(value, bool) and not any(t in (bool, Any) or _holds(t, value) for t in union):
-        raise RecipeError(f"{key}={value!r}: expected {allowed}")
-    names = [member.value for t in union if isinstance(t, type) and issubclass(t, Enum) for member in t]
-    if names and isinstance(value, str) and value not in names:
-        near = difflib.get_close_matches(value, names, n=1)
-        listed = ", ".join(map(repr, names)) if len(names) <= 12 else f"one of {len(names)} names"
-        raise RecipeError(f"{key}={value!r}: {f'did you mean {near[0]!r}? ' if near else ''}expected {listed}")
-    try:
-        result = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
-    except ValidationError as error:
-        raise RecipeError(f"{key}={value!r}: expected {allowed}") from error
-    # GNMRConfig checks its own ranges.
-    if isinstance(result, (int, float)) and not isinstance(result, bool) and not key.startswith("gnmr."):
-        least, most = LEAST.get(key, -math.inf), MOST.get(key, math.inf)
-        by_epochs = key == "training.max_steps" and result == -1
-        if not ((math.isfinite(result) and least <= result <= most) or by_epochs):
-            bounds = [f"at least {least:g}"] if least > -math.inf else []
-            bounds += [f"at most {most:g}"] if most < math.inf else []
-            raise RecipeError(f"{key}={value!r}: expected a finite number{', ' if bounds else ''}{' and '.join(bounds)}")
-    return result
-
-
-def _holds(hint: Any, value: Any) -> bool:
-    """Whether a Literal names exactly this value."""
-    return typing.get_origin(hint) is Literal and any(value is v for v in typing.get_args(hint))
-
-
-def _words(hint: Any) -> str:
-    text = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
-    return re.sub(r"\b(?:typing|transformers\.[\w.]*|collections\.abc)\.", "", text)
-
-
-def _known(name: Any, known: list[str], kind: str, prefix: str = "") -> None:
-    if name not in known:
-        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-        hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(known)}"
-        raise RecipeError(f"unknown {kind} {prefix}{name}: {hint}")

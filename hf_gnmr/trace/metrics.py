@@ -1,47 +1,47 @@
-"""The figures of a run, from its trace and nothing else; and those of a single step, for a logger."""
+"""The figures of a run, computed from its trace alone, and those of a single step, for a logger."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from ..control.controller import Bools, Decision, Floats
+from . import fields
 from .file import Trace
 from .series import Series, run_lengths, series_of
 
 
 def summarise(trace: Trace | Series, last_step: int | None = None) -> dict[str, Any]:
-    """The figures that a run reports.
+    """The figures of a run's summary.
 
-    Steps that were no step for the controller (`skipped`) enter none of the shares; switches and dwell run over all
-    lines, since the active set stays in force during a skipped step, and stop where lines are missing.
+    Steps that the controller did not count (`skipped`) enter none of the shares; switches and dwell cover all lines, since
+    the active set stays in force during a skipped step, but do not extend across missing lines.
 
     Args:
         trace: the trace as read.
         last_step: the step at which the run ended, so that lines missing at the end are counted; None: not known.
 
     Returns:
-        plain JSON values. A share without a denominator (no recoverable unit, no step, maxO 0) is None.
+        plain JSON values, those of `fields.SCALARS` included. A share without a denominator (no recoverable unit, no step,
+        maxO 0) is None.
     """
     series = series_of(trace) if isinstance(trace, Trace) else trace
     header, mask = series.header, series.recoverable
     units, max_o = header["units"], header["max_o"]
     counted = series.counted
-    step_ms, controller_ms = float(np.nansum(series.step_ms)), float(np.nansum(series.controller_ms))
     lifted = series.active[counted].sum(axis=0)
     by_layer: Counter[str] = Counter()
     for unit, count in zip(units, lifted.tolist(), strict=True):
         if count:
             by_layer[str(unit["layer"])] += count
-    return {
+    figures: dict[str, Any] = {
         "steps": len(series),
         "skipped_steps": int((~counted).sum()),
         "missing_steps": int((np.diff(series.step) - 1).sum()) + _cut_off(series, last_step),
         "non_finite_steps": int((~np.isfinite(series.norms) & series.seen).any(axis=1).sum()),
-        "withheld_updates": int(series.withheld.sum()),
         "backend": header["backend"],
         "trigger": header["trigger"],
         "units": len(units),
@@ -59,27 +59,28 @@ def summarise(trace: Trace | Series, last_step: int | None = None) -> dict[str, 
         "switches": int((series.active[1:] ^ series.active[:-1])[series.adjacent].sum()),
         "dwell": dwell(series.active, series.adjacent),
         "steps_on_recovery_by_layer": dict(by_layer),
-        "peak_saved_bytes": _peak(series.saved_bytes),
         "trigger_bytes": header["census"].get("trigger_bytes", 0),
-        "gss_max": max(global_spike_scores(series), default=None),
-        "peak_recovery_bytes": _peak(series.recovery_bytes) or 0,
         "recovery_bytes_bound": _bound(series),
         "resident_bytes": header["census"].get("resident_bytes", 0),
         "bytes_low": sum(unit["bytes_low"] for unit in units),
         "bytes_recovery": sum(unit["bytes_recovery"] for unit in units),
-        "step_ms": _share(step_ms, len(series)),
-        "controller_ms": _share(controller_ms, len(series)),
-        "controller_share": _share(controller_ms, step_ms),
-        "first_loss": _value(series.loss[0]) if len(series) else None,
-        "last_loss": _value(series.loss[-1]) if len(series) else None,
+        "controller_share": _share(float(np.nansum(series.controller_ms)), float(np.nansum(series.step_ms))),
         "trace_cut": series.cut,
     }
+    return fields.placed(figures, _of_scalars(series))
+
+
+def _of_scalars(series: Series) -> Iterator[tuple[str, Any, str | None]]:
+    """Key, value and key to follow of each figure that depends on one scalar field."""
+    for scalar in fields.SCALARS:
+        for figure in scalar.figures:
+            yield figure.key, figure.reduction(series.columns[scalar.column], series.counted), figure.after
 
 
 def decision_figures(
     active: Bools, gnmr: Floats, delta_gnmr: Floats, alpha: Floats, beta: Floats, recoverable: Bools, max_o: int
 ) -> dict[str, float | None]:
-    """Shares over steps that count: promotion ratio, hit-maxO rate, exceedances.
+    """Shares over the steps that count: promotion ratio, hit-maxO rate, exceedances.
 
     Args:
         active, gnmr, delta_gnmr: (S, U).
@@ -100,15 +101,15 @@ def exceedance(scores: Floats, threshold: Floats) -> float | None:
     """Share of (unit, step) pairs whose score reaches the threshold in force at that step.
 
     Args:
-        scores: (S, U); nan where a unit was not seen: no pair.
-        threshold: (S,); nan where there is none: no pair.
+        scores: (S, U); nan where a unit was not seen, which is no pair.
+        threshold: (S,); nan where there is none, which is no pair.
     """
-    there = ~np.isnan(scores) & ~np.isnan(threshold)[:, None]
-    return _share(int((scores >= threshold[:, None])[there].sum()), int(there.sum()))
+    pairs = ~np.isnan(scores) & ~np.isnan(threshold)[:, None]
+    return _share(int((scores >= threshold[:, None])[pairs].sum()), int(pairs.sum()))
 
 
 def dwell(active: Bools, adjacent: Bools) -> dict[str, Any]:
-    """Lengths of the runs of consecutive active steps of a unit: how many of each length, mean and longest."""
+    """Runs of consecutive active steps of a unit: how many of each length, their mean and the longest."""
     lengths = Counter(length for _, _, length in run_lengths(active, adjacent))
     runs = sum(lengths.values())
     return {
@@ -120,8 +121,14 @@ def dwell(active: Bools, adjacent: Bools) -> dict[str, Any]:
 
 
 def step_scalars(decision: Decision, active: Bools, recoverable: int) -> dict[str, float]:
-    """One step's figures for a logger: maxima over finite scores, and the units on the recovery path during the step."""
-    finite = np.isfinite(decision.gnmr)  # of a unit that was not seen: nan
+    """One step's figures for a logger: maxima over finite scores, and the units on the recovery path.
+
+    Args:
+        decision: made at the end of the step.
+        active: (U,): units on the recovery path *during* the step (`decision.active` is the set for the next one).
+        recoverable: number of recoverable units.
+    """
+    finite = np.isfinite(decision.gnmr)  # nan for a unit that was not seen
     return {
         "gnmr/max": float(decision.gnmr[finite].max(initial=0.0)),
         "gnmr/delta_max": float(decision.delta_gnmr[finite].max(initial=0.0)),
@@ -135,19 +142,17 @@ def step_scalars(decision: Decision, active: Bools, recoverable: int) -> dict[st
 def global_spike_scores(trace: Trace | Series) -> list[float]:
     """GSS of each step: the total gradient norm over its mean over the whole run (Huang et al., arXiv 2501.06842).
 
-    A diagnostic of a finished run and no trigger: it looks ahead, and says nothing of single units. Steps whose norm is
-    not finite are left out.
+    A diagnostic of a finished run, not a trigger: it looks ahead, and does not distinguish units. Steps whose norm is not
+    finite are left out.
     """
     series = series_of(trace) if isinstance(trace, Trace) else trace
-    norms = [n for n in series.grad_norm[series.counted].tolist() if math.isfinite(n)]
-    mean = sum(norms) / len(norms) if norms else 0.0
-    return [n / mean for n in norms] if mean else []
+    return fields.spike_scores(series.grad_norm, series.counted)
 
 
 def by_unit(series: Series) -> list[dict[str, Any]]:
-    """One row a unit: what triggered it and how often, and how long it was on the recovery path.
+    """One row per unit: what triggered it and how often, and how long it was on the recovery path.
 
-    A trigger counts by its cause: GNMR ≥ α, ΔGNMR ≥ β, both, or a norm that is not finite.
+    Triggers are counted by cause: GNMR ≥ α, ΔGNMR ≥ β, both, or a norm that is not finite.
     """
     rows = series.counted
     gnmr, delta, triggered = series.gnmr[rows], series.delta_gnmr[rows], series.triggered[rows]
@@ -186,7 +191,7 @@ def by_unit(series: Series) -> list[dict[str, Any]]:
 
 
 def switches_by_step(series: Series) -> Floats:
-    """How many units changed path from each line to the next, (pairs of consecutive steps,)."""
+    """How many units changed path from each line to the next, one value per pair of consecutive steps."""
     return (series.active[1:] ^ series.active[:-1])[series.adjacent].sum(axis=1).astype(np.float64)
 
 
@@ -205,14 +210,14 @@ def exceedance_curve(series: Series, thresholds: Floats) -> dict[str, list[float
 
 
 def _bound(series: Series) -> int:
-    """The most that maxO units can add, in bytes; what is counted per token times the most tokens seen."""
+    """The most that maxO units can add, in bytes; per-token figures are multiplied by the most tokens seen."""
     census = series.header["census"]
     bound = census.get("recovery_bytes_bound", 0)
-    return int(bound * (_peak(series.saved_tokens) or 0)) if census.get("bytes_per_token") else int(bound)
+    return int(bound * (fields.peak(series.saved_tokens) or 0)) if census.get("bytes_per_token") else int(bound)
 
 
 def _cut_off(series: Series, last_step: int | None) -> int:
-    """How many steps the run did after the last line."""
+    """How many steps the run took after the last line."""
     return 0 if last_step is None else max(0, last_step - (int(series.step[-1]) if len(series) else 0))
 
 
@@ -220,15 +225,6 @@ def _share(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-def _peak(values: Floats) -> int | None:
-    found = values[~np.isnan(values)]
-    return int(found.max()) if len(found) else None
-
-
 def _mean(values: Floats) -> float | None:
     finite = values[np.isfinite(values)]
     return float(finite.mean()) if len(finite) else None
-
-
-def _value(number: float) -> float | None:
-    return None if math.isnan(number) else float(number)

@@ -1,7 +1,7 @@
-"""A trace as arrays: what figures, replays and pages are worked out from.
+"""A trace as arrays: the input of figures, replays and pages.
 
-Lines are read one at a time, so that a trace of 100,000 steps takes the memory of its numbers and not of its text.  S is the
-number of lines, U that of units.
+Lines are read one at a time, so a trace of 100,000 steps takes the memory of its numbers and not of its text.  S is the
+number of lines, U the number of units.
 """
 
 from __future__ import annotations
@@ -9,49 +9,40 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..control.controller import Bools, Floats
+from . import fields
 from .file import Trace, TraceError, TraceLines, check_header
 
-SCALARS = (
-    "step",
-    "loss",
-    "grad_norm",
-    "alpha",
-    "beta",
-    "step_ms",
-    "controller_ms",
-    "recovery_bytes",
-    "saved_bytes",
-    "saved_tokens",
-    "update_withheld",
-)
 VECTORS = ("norms", "gnmr", "delta_gnmr", "risk", "signal")
+"""Fields of a line with one float a unit."""
 SETS = ("triggered", "active")
+"""Fields of a line with a list of unit indices."""
 
 
 @dataclass
 class Series:
-    """The lines of a trace. Floats are nan where a line has none."""
+    """The lines of a trace.
+
+    Floats are nan where a line has none.  The scalar fields of a line (`fields.SCALARS`) are attributes too: `series.step`,
+    int64, `series.loss`, float64, `series.withheld`, bool, and so on, each (S,).
+    """
 
     path: Path
     header: dict[str, Any]
-    step: np.ndarray
-    """int64, (S,): optimizer steps, from 1; where lines are missing there are gaps."""
+    columns: dict[str, np.ndarray]
+    """The scalar fields by attribute name, (S,) each."""
     counted: Bools
     """(S,): lines that were a step for the controller."""
     reasons: dict[int, str]
-    """Why others were not, by line."""
-    loss: Floats
-    """(S,); where none was recorded nan, as where it was nan: see `loss_given`."""
+    """Why the other lines were not, by line."""
     loss_given: Bools
-    grad_norm: Floats
-    """(S,): total, unclipped."""
+    """(S,): lines with a loss; `loss` is nan both where none was recorded and where it was nan."""
     norms: Floats
     """(S, U): unclipped; nan also where a unit had no gradient."""
     seen: Bools
@@ -59,26 +50,24 @@ class Series:
     gnmr: Floats
     delta_gnmr: Floats
     risk: Floats
-    """(S, U): nan on lines that do not count, and (but for `risk`, which is 0) of units that were not seen."""
-    alpha: Floats
-    beta: Floats
-    """(S,): thresholds in force; nan where Δ-GNMR is off."""
+    """(S, U): nan on lines that do not count, and (except `risk`, which is 0) for units that were not seen."""
     triggered: Bools
+    """(S, U): units that triggered at the end of the step."""
     active: Bools
-    """(S, U): units that triggered at the end of the step, and units on the recovery path during it."""
-    withheld: Bools
-    step_ms: Floats
-    controller_ms: Floats
-    recovery_bytes: Floats
-    saved_bytes: Floats
-    saved_tokens: Floats
-    """(S,); the last two nan where the backend counts none."""
+    """(S, U): units on the recovery path *during* the step.  `Decision.active` is the set for the *next* step: the decision
+    at the end of line i determines `active[i + 1]`."""
     signal: Floats
-    """(S, U): what the trigger measured beside the norms; nan where nothing."""
+    """(S, U): what the trigger measured besides the norms; nan where it measured nothing."""
     cut: bool = False
-    """The last line was not complete and was left out."""
+    """The last line was incomplete and was left out."""
     problem: str | None = None
-    """What stands in the way of the rest of the file."""
+    """Why the rest of the file cannot be read."""
+
+    def __getattr__(self, name: str) -> np.ndarray:
+        try:
+            return self.__dict__["columns"][name]
+        except KeyError:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
 
     @property
     def recoverable(self) -> Bools:
@@ -92,22 +81,26 @@ class Series:
 
     @property
     def troubles(self) -> list[str]:
-        """What is wrong with the trace, in words, and what was done about it."""
-        told = []
+        """What is wrong with the trace and how it was handled, a sentence each."""
+        sentences = []
         if self.problem is not None:
-            told.append(f"only the first {len(self)} steps can be read: {self.problem}")
+            sentences.append(f"only the first {len(self)} steps can be read: {self.problem}")
         if self.cut:
-            told.append("the last line is cut (the run was killed while it wrote, or still runs); it is left out")
+            sentences.append(
+                "the last line is cut (the run was killed while writing it, or is still running); it is left out"
+            )
         if not len(self):
-            told.append("no step was recorded")
+            sentences.append("no step was recorded")
         gaps = np.flatnonzero(~self.adjacent)
         if len(gaps):
             missing = int((np.diff(self.step) - 1).sum())
-            told.append(f"{missing} steps are missing, the first after step {self.step[gaps[0]]}; figures leave them blank")
-        return told
+            sentences.append(
+                f"{missing} steps are missing, the first after step {self.step[gaps[0]]}; figures leave them blank"
+            )
+        return sentences
 
     def warn(self, label: str = "warning") -> None:
-        """Tell the troubles on standard error, a line each."""
+        """Print the troubles to standard error, a line each."""
         for trouble in self.troubles:
             print(f"{label}: {trouble}", file=sys.stderr)
 
@@ -121,62 +114,60 @@ class Series:
 
 
 def read_series(path: str | os.PathLike[str], *, strict: bool = True) -> Series:
-    """A trace as arrays.
+    """Read a trace as arrays.
 
     Args:
         path: the trace file, or the folder of a run.
-        strict: refuse a file with a broken line; else what stands before it is given, and `problem` says what is wrong.
+        strict: raise for a broken line; otherwise return the lines before it, with `problem` set.
 
     Raises:
         TraceError: no trace, a foreign one, or (strict) a broken line.
     """
     file = Path(path)
     lines = TraceLines(file / "trace.jsonl" if file.is_dir() else file)
-    found = _Lines(lines.path, lines.header)
+    collected = _Lines(lines.path, lines.header)
     problem = None
     try:
         for record in lines:
-            found.add(record)
+            collected.add(record)
     except TraceError as error:
         if strict:
             raise
         problem = str(error)
-    series = found.series()
+    series = collected.series()
     series.cut, series.problem = lines.cut, problem
     return series
 
 
 def series_of(trace: Trace) -> Series:
     """A trace that is in memory, as arrays."""
-    found = _Lines(trace.path, trace.header)
+    collected = _Lines(trace.path, trace.header)
     for record in trace.steps:
-        found.add(record)
-    series = found.series()
+        collected.add(record)
+    series = collected.series()
     series.cut = trace.cut
     return series
 
 
-@dataclass
 class _Lines:
     """Collects lines."""
 
-    path: Path
-    header: dict[str, Any]
-    rows: dict[str, list[Any]] = field(
-        default_factory=lambda: {name: [] for name in (*SCALARS, *VECTORS, *SETS, "seen", "loss_given")}
-    )
-    reasons: dict[int, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check_header(self.header, self.path)
-        self.count = len(self.header["units"])
+    def __init__(self, path: Path, header: dict[str, Any]) -> None:
+        check_header(header, path)
+        self.path = path
+        self.header = header
+        self.scalars = fields.SCALARS
+        names = (*(scalar.name for scalar in self.scalars), *VECTORS, *SETS, "seen", "loss_given")
+        self.rows: dict[str, list[Any]] = {name: [] for name in names}
+        self.reasons: dict[int, str] = {}
+        self.count = len(header["units"])
         self._last = 0
         self._nothing = np.full(self.count, np.nan)
 
     def add(self, record: dict[str, Any]) -> None:
-        number = len(self.rows["step"])
+        line = len(self.rows["step"])
         try:
-            row: dict[str, Any] = {name: _number(record.get(name)) for name in SCALARS}
+            row: dict[str, Any] = {scalar.name: _number(record.get(scalar.name)) for scalar in self.scalars}
             for name in VECTORS:
                 row[name] = self._vector(record.get(name))
             row["seen"] = np.array([value is not None for value in record["norms"]], dtype=bool)
@@ -185,46 +176,50 @@ class _Lines:
                 row[name] = self._set(name, record[name])
             reason, step = record["skipped"], record["step"]
             if isinstance(step, bool) or not self._last < step < 2**62:
-                raise ValueError(f"it comes after step {self._last}")
+                raise ValueError(f"step={step!r}: expected a step after step {self._last}")
             if (row["norms"] < 0).any():
                 raise ValueError("a norm is negative")
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise TraceError(
                 f"{self.path}, step {record.get('step')!r}: not a step's line ({type(error).__name__}: {error})"
             ) from error
-        for name, value in row.items():  # only now: a broken line leaves nothing behind
+        for name, value in row.items():  # only now, so that a broken line leaves nothing behind
             self.rows[name].append(value)
         self._last = step
         if reason is not None:
-            self.reasons[number] = str(reason)
+            self.reasons[line] = str(reason)
 
     def _set(self, name: str, members: Any) -> Bools:
-        whole = isinstance(members, list) and all(type(i) is int and 0 <= i < self.count for i in members)
-        if not whole:
-            raise ValueError(f"{name}={members!r} is no list of units")
-        found = np.zeros(self.count, dtype=bool)
-        found[members] = True
-        return found
+        if not isinstance(members, list) or not all(type(i) is int and 0 <= i < self.count for i in members):
+            raise ValueError(f"{name}={members!r}: expected a list of unit indices from 0 to {self.count - 1}")
+        mask = np.zeros(self.count, dtype=bool)
+        mask[members] = True
+        return mask
 
     def _vector(self, values: Any) -> Floats:
         if values is None:
             return self._nothing
-        found = np.array(values, dtype=np.float64)  # None becomes nan, "inf" and "nan" what they say
-        if found.shape != (self.count,):
-            raise ValueError(f"{found.shape} values for {self.count} units")
-        return found
+        vector = np.array(values, dtype=np.float64)  # None becomes nan; "inf" and "nan" are parsed
+        if vector.shape != (self.count,):
+            raise ValueError(f"expected {self.count} values, one a unit, got shape {vector.shape}")
+        return vector
 
     def series(self) -> Series:
-        numbers: dict[str, Any] = {name: np.array(self.rows[name], dtype=np.float64) for name in SCALARS}
-        shape = (len(numbers["step"]), self.count)
-        numbers |= {name: np.array(self.rows[name], dtype=np.float64).reshape(shape) for name in VECTORS}
-        numbers |= {name: np.array(self.rows[name], dtype=bool).reshape(shape) for name in (*SETS, "seen")}
-        numbers["loss_given"] = np.array(self.rows["loss_given"], dtype=bool)
-        counted = np.ones(shape[0], dtype=bool)
+        size = len(self.rows["step"])
+        columns = {scalar.column: scalar.convert(np.array(self.rows[scalar.name], dtype=float)) for scalar in self.scalars}
+        by_unit: dict[str, Any] = {name: np.array(self.rows[name], dtype=float) for name in VECTORS}
+        by_unit |= {name: np.array(self.rows[name], dtype=bool) for name in (*SETS, "seen")}
+        counted = np.ones(size, dtype=bool)
         counted[list(self.reasons)] = False
-        withheld = np.nan_to_num(numbers.pop("update_withheld")) > 0
-        step = numbers.pop("step").astype(np.int64)
-        return Series(self.path, self.header, step, counted=counted, reasons=self.reasons, withheld=withheld, **numbers)
+        return Series(
+            self.path,
+            self.header,
+            columns,
+            counted=counted,
+            reasons=self.reasons,
+            loss_given=np.array(self.rows["loss_given"], dtype=bool),
+            **{name: values.reshape(size, self.count) for name, values in by_unit.items()},
+        )
 
 
 def _number(value: Any) -> float:

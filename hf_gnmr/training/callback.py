@@ -26,7 +26,16 @@ from ..control.controller import Decision, Trigger
 from .checkpoints import load_renamed
 from .checks import refuse_unreadable_gradients, refuse_windows_never_full
 from .journal import TRACE_FILE
-from .options import DEFAULT_BACKEND, DEFAULT_TRIGGER, Options, make_config, split_settings, take_over, trigger_over
+from .options import (
+    DEFAULT_BACKEND,
+    DEFAULT_TRIGGER,
+    Options,
+    make_config,
+    signature_with_settings,
+    split_settings,
+    take_over,
+    trigger_over,
+)
 from .session import GNMRSession
 
 SIGNAL_FILE = "gnmr_trigger.safetensors"
@@ -258,6 +267,9 @@ class GNMRCallback(TrainerCallback, ExportableState):
         """For a Trainer to tell each micro-batch's loss (`GNMRSession.note_loss`)."""
         if self.session is not None and not self._detached:
             self.session.note_loss(loss)
+
+
+GNMRCallback.__signature__ = signature_with_settings(GNMRCallback.__init__)  # type: ignore[attr-defined]
 
 
 def _tensors_of(file: Path, run_id: str | None, step: int) -> dict[str, Tensor] | None:

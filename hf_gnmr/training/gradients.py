@@ -111,7 +111,8 @@ class GradientNorms:
         self._losses: list[Tensor] = []
         self._weights: list[Tensor] = []
         self._mark = 0
-        self._version = (0, 0)
+        self._measured = (0, 0)
+        """A parameter, and its version when the norms were measured."""
         self._backwards = 0
         self._began: float | None = None
         self._pending: StepVector | None = None
@@ -174,7 +175,7 @@ class GradientNorms:
 
     def _refuse_stale(self, vector: StepVector) -> None:
         """Raise SetupError where the vector is not the gradient that the optimizer is about to use."""
-        which, version = self._version
+        which, version = self._measured
         if self.parameters[which]._version != version:
             raise SetupError(
                 "parameters were updated between the backward and the reading: it must come before the optimizer's step "
@@ -257,7 +258,7 @@ class GradientNorms:
             self._events[0].record()
         norms, indices = self.norms.measure()
         which = indices[0] if indices else 0
-        self._version = (which, self.parameters[which]._version)
+        self._measured = (which, self.parameters[which]._version)
         scale = self._scale(home)
         # A loop without accelerate passes here after each micro-batch; the last one's vector is the one that counts.
         vector = self._pending = StepVector(indices)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -114,6 +115,21 @@ class Options:
         return f"Options({', '.join(f'{name}={value!r}' for name, value in self.to_dict().items())})"
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def signature_with_settings(function: Callable[..., Any]) -> inspect.Signature:
+    """The signature of a constructor that takes `**settings`, with every setting listed: what `help` and editors show."""
+    own = list(inspect.signature(function).parameters.values())[1:-1]  # without self, and without **settings
+    listed = {parameter.name for parameter in own}
+    settings = {field.name: field.default for field in fields(GNMRConfig)}
+    for cls in BACKENDS.values():
+        settings = {**cls.Options.defaults(), **settings}
+    extra = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        for name, default in settings.items()
+        if name not in listed
+    ]
+    return inspect.Signature([*own, *extra])
 
 
 def split_settings(settings: Mapping[str, Any], owner: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -18,8 +18,8 @@ from hf_gnmr import GNMRCallback, SetupError
 from hf_gnmr.backends.bnb.int8 import Int8Backend
 from hf_gnmr.backends.bnb.switchable import SwitchableLinear8bitLt
 from hf_gnmr.backends.units import find_units
-from hf_gnmr.control.controller import Controller
-from hf_gnmr.training.census import census_in_words, take_census
+from hf_gnmr.control.gnmr import Controller
+from hf_gnmr.training.census import census_lines, take_census
 
 IDS = torch.randint(3, 120, (4, 16), generator=torch.Generator().manual_seed(5))
 
@@ -104,7 +104,7 @@ def test_the_census_says_what_is_switched_and_what_is_not(arch):
     assert census["bytes_recovery"] == 2 * matrices[torch.int8]
     assert census["bytes_not_switched"] == matrices[torch.bfloat16]
     assert census["share_switched"] == pytest.approx(low / (low + matrices[torch.bfloat16]), abs=1e-4)
-    words = "\n".join(census_in_words(census))
+    words = "\n".join(census_lines(census, backend))
     if architecture.experts:
         assert census["modules_not_switched"][architecture.experts] == 3
         assert census["share_switched"] < 0.5

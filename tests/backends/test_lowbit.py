@@ -288,7 +288,7 @@ def test_models_that_are_refused(tiny):
 
 
 def test_shapes_that_the_processor_cannot_take(monkeypatch):
-    from hf_gnmr.backends import fp8
+    from hf_gnmr.backends.fewbit import fp8
 
     monkeypatch.setattr(fp8, "why_not", lambda device: None)
     model = random_llama(intermediate_size=100)

@@ -21,17 +21,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_gnmr import ConfigError, GNMRCallback, GNMRConfig, GNMRSession, SetupError, quantize_int8
-from hf_gnmr.backends import stores
 from hf_gnmr.backends.base import Backend
 from hf_gnmr.backends.bnb.int8 import Int8Backend
 from hf_gnmr.backends.bnb.pages import file_backed, give_back
+from hf_gnmr.backends.bnb.stores import in_place
 from hf_gnmr.backends.bnb.stores.host import InPlace
 from hf_gnmr.backends.bnb.stores.placement import SlotCache
 from hf_gnmr.backends.bnb.stores.residual import Workspace, decode, encode
 from hf_gnmr.backends.bnb.stores.slots import Slots
 from hf_gnmr.backends.units import find_units
 from hf_gnmr.config import parse_bytes
-from hf_gnmr.control.controller import Controller
+from hf_gnmr.control.gnmr import Controller
 from hf_gnmr.training.options import Options, within_budget
 
 IDS = torch.tensor([row["input_ids"] for row in token_rows(4)])
@@ -461,7 +461,7 @@ def test_pages_of_layers_that_left_are_given_back(tmp_path):
 def test_pages_of_a_layer_that_came_back_stay(tiny, monkeypatch, returns):
     """Pages are dropped beside the training, so that a layer may have returned before its turn comes."""
     given_back = []
-    monkeypatch.setattr(stores, "give_back", lambda tensors: given_back.extend(t.data_ptr() for t in tensors))
+    monkeypatch.setattr(in_place, "give_back", lambda tensors: given_back.extend(t.data_ptr() for t in tensors))
     store = backend_for(with_lora(load_int8(tiny))).store
     assert isinstance(store, InPlace)
     pages = [{t.data_ptr() for t in tensors} for tensors in store._mapped]

@@ -16,8 +16,9 @@ from synthetic import stationary, write_trace
 from hf_gnmr import GNMRCallback, GNMRConfig, GNMRSession
 from hf_gnmr.backends.units import find_projections, find_units
 from hf_gnmr.config import ConfigError
-from hf_gnmr.control.triggers import TRIGGERS, make_trigger
+from hf_gnmr.control.triggers import TRIGGERS, check_trigger, make_trigger
 from hf_gnmr.trace.file import read_trace
+from hf_gnmr.trace.lifted import resolve_trigger_options
 from hf_gnmr.trace.metrics import summarise
 from hf_gnmr.trace.replay import differences
 from hf_gnmr.trace.series import read_series
@@ -370,11 +371,18 @@ def test_random_takes_its_ratio_from_a_trace(trainer_for, tmp_path):
     ratio = json.loads((tmp_path / "run" / "summary.json").read_text())["promotion_ratio"]
     assert ratio > 0
     config, trace = GNMRConfig(max_o=4, alpha_init_fraction=0.0), str(tmp_path / "run" / "trace.jsonl")
-    trigger = make_trigger("random", 21, config, options={"trace": trace})
-    assert trigger.given["promotion_ratio"] == ratio
+    trigger = from_trace("random", 21, config, trace=trace)
+    assert trigger.options_dict()["promotion_ratio"] == ratio
 
 
 NAMES = ["layers.0.q_proj", "layers.0.down_proj", "layers.1.q_proj", "layers.1.down_proj"]
+
+
+def from_trace(name, units, config, trace, names=(), recoverable=None, **more):
+    """A trigger that repeats what a trace lifted, as a session makes it."""
+    mask = np.ones(units, dtype=bool) if recoverable is None else np.array(recoverable)
+    options = resolve_trigger_options(check_trigger(name, {"trace": trace}), names, mask)
+    return make_trigger(name, units, config, options=options, names=names, recoverable=mask, **more)
 
 
 def lifted_by(trigger, steps):
@@ -399,8 +407,12 @@ def test_listed_keeps_the_units_of_its_patterns_whatever_the_gradients_say():
     trigger = make(["*.down_proj"])
     assert lifted_by(trigger, 3) == [[1, 3]] * 3 and trigger.most_active() == 2, "exempt from maxO"
     assert np.flatnonzero(trigger.step([1, 1, 1e9, np.inf]).active).tolist() == [1, 3]
-    assert trigger.given["units"] == ["layers.0.down_proj", "layers.1.down_proj"]
-    assert make(["layers.1.*", "layers.1.q_proj", "layers.0.q_proj"]).given["units"] == [NAMES[2], NAMES[3], NAMES[0]]
+    assert trigger.options_dict()["units"] == ["layers.0.down_proj", "layers.1.down_proj"]
+    assert make(["layers.1.*", "layers.1.q_proj", "layers.0.q_proj"]).options_dict()["units"] == [
+        NAMES[2],
+        NAMES[3],
+        NAMES[0],
+    ]
     assert lifted_by(make(["*.q_proj"], [True, True, False, True]), 1) == [[0]], "not what has no recovery path"
     # 1.5 units in the mean: the first always, the second in every other step, and a fraction is carried over a resume
     half = make(["layers.1.q_proj", "layers.0.q_proj", "*.down_proj"], promotion_ratio=0.375)
@@ -424,29 +436,31 @@ def test_listed_takes_the_most_lifted_units_of_a_trace(tmp_path):
     counts = np.bincount([unit for line in lines for unit in line["active"]], minlength=6)
     order = np.argsort(-counts, kind="stable").tolist()
     names = [f"model.layers.{i}" for i in range(6)]
-    trigger = make_trigger(
+    trigger = from_trace(
         "listed",
         6,
         GNMRConfig(max_o=2, alpha_init_fraction=0.0),
-        options={"trace": str(tmp_path / "trace.jsonl")},
+        trace=str(tmp_path / "trace.jsonl"),
         names=names,
     )
-    assert trigger.given["units"] == [names[i] for i in order] and trigger.given["trace"] is None
-    assert trigger.given["promotion_ratio"] == pytest.approx(counts.sum() / (6 * 190))
+    assert trigger.options_dict()["units"] == [names[i] for i in order] and trigger.options_dict()["trace"] is None
+    assert trigger.options_dict()["promotion_ratio"] == pytest.approx(counts.sum() / (6 * 190))
     found = lifted_by(trigger, 1000)
     assert sum(map(len, found)) == pytest.approx(1000 * counts.sum() / 190, abs=1)
     assert all(sorted(order[: len(step)]) == step for step in found)
-    again = make_trigger("listed", 6, GNMRConfig(max_o=2, alpha_init_fraction=0.0), options=trigger.given, names=names)
+    again = make_trigger(
+        "listed", 6, GNMRConfig(max_o=2, alpha_init_fraction=0.0), options=trigger.options_dict(), names=names
+    )
     assert lifted_by(again, 1000) == found, "what a trace came to is an option of its own"
     config = GNMRConfig(max_o=2, alpha_init_fraction=0.0)
-    other = make_trigger("listed", 6, config, options={"trace": str(tmp_path)}, names=names)
-    assert other.given == trigger.given, "the folder of a run will do"
+    other = from_trace("listed", 6, config, trace=str(tmp_path), names=names)
+    assert other.options_dict() == trigger.options_dict(), "the folder of a run will do"
     with pytest.raises(ConfigError, match="a unit 'model.layers.2' with a recovery path, unlike this run"):
-        make_trigger(
+        from_trace(
             "listed",
             6,
             GNMRConfig(),
-            options={"trace": str(tmp_path)},
+            trace=str(tmp_path),
             names=names,
             total_steps=10,
             recoverable=[True, True, False, True, True, True],
@@ -454,11 +468,11 @@ def test_listed_takes_the_most_lifted_units_of_a_trace(tmp_path):
     renamed = [*names[:5], "lm"]
     for others, message in ((names[:5], "has 6 units, this run 5"), (renamed, "unit 'model.layers.5', this run 'lm'")):
         with pytest.raises(ConfigError, match=message):
-            make_trigger(
+            from_trace(
                 "listed",
                 len(others),
                 GNMRConfig(),
-                options={"trace": str(tmp_path / "trace.jsonl")},
+                trace=str(tmp_path / "trace.jsonl"),
                 names=others,
                 total_steps=10,
             )
@@ -478,15 +492,15 @@ def test_listed_counts_the_steps_that_the_report_counts(tmp_path):
         alpha_init_fraction=0.0,
         skipped=range(4, 24),
     )
-    trigger = make_trigger(
+    trigger = from_trace(
         "listed",
         3,
         GNMRConfig(max_o=1, alpha_init_fraction=0.0),
-        options={"trace": str(tmp_path)},
+        trace=str(tmp_path),
         names=[f"model.layers.{i}" for i in range(3)],
     )
-    assert trigger.given["units"] == ["model.layers.2", "model.layers.0", "model.layers.1"]
-    assert trigger.given["promotion_ratio"] == summarise(read_trace(tmp_path / "trace.jsonl"))["promotion_ratio"]
+    assert trigger.options_dict()["units"] == ["model.layers.2", "model.layers.0", "model.layers.1"]
+    assert trigger.options_dict()["promotion_ratio"] == summarise(read_trace(tmp_path / "trace.jsonl"))["promotion_ratio"]
 
 
 @pytest.mark.parametrize("name", ["listed", "random"])
@@ -510,11 +524,11 @@ def test_a_trace_that_says_nothing_is_refused_by_its_name(tmp_path, name, where,
     target[key] = value
     path.write_text(value if where == "file" else "".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(ConfigError, match="trace="):
-        make_trigger(
+        from_trace(
             name,
             4,
             GNMRConfig(max_o=2, alpha_init_fraction=0.0),
-            options={"trace": str(path)},
+            trace=str(path),
             names=[f"model.layers.{i}" for i in range(4)],
         )
 
@@ -526,7 +540,7 @@ def test_a_path_among_the_options_goes_into_checkpoints_as_text(trainer_for, tmp
     )
     trainer_for(random_llama(), callback, save_strategy="steps", save_steps=3).train()
     assert (tmp_path / "run" / "checkpoint-3" / "trainer_state.json").is_file()
-    with pytest.raises(ConfigError, match=r"trigger_options=\['units'\]: a dict"):
+    with pytest.raises(ConfigError, match=r"trigger_options=\['units'\]: expected a dict"):
         GNMRCallback(backend="activation", trigger="listed", trigger_options=["units"])
 
 
@@ -540,7 +554,9 @@ def test_listed_makes_a_trace_that_is_replayed_exactly(trainer_for, tmp_path):
 
 
 def test_a_list_that_fits_no_unit_is_refused_by_name(trainer_for):
-    with pytest.raises(ConfigError, match=r"units='\*.donw_proj' matches no unit: a name from .*q_proj to .*down_proj"):
+    with pytest.raises(
+        ConfigError, match=r"units='\*.donw_proj' matches no unit: expected a name from .*q_proj to .*down_proj"
+    ):
         trainer_for(
             random_llama(), GNMRCallback(backend="activation", trigger="listed", trigger_options={"units": ["*.donw_proj"]})
         ).train()
@@ -561,13 +577,13 @@ def test_a_list_that_fits_no_unit_is_refused_by_name(trainer_for):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("listed", {}, "takes units"),
+        ("listed", {}, "expected units"),
         ("listed", {"units": []}, r"units=\[\]"),
         ("listed", {"units": "*"}, r"units='\*'"),
-        ("listed", {"units": ["*"], "trace": "t"}, "takes units"),
+        ("listed", {"units": ["*"], "trace": "t"}, "expected units"),
         ("listed", {"units": [3]}, r"units=\[3\]"),
         ("listed", {"units": ["*"], "promotion_ratio": 1.5}, "promotion_ratio=1.5"),
-        ("listed", {"units": ["unit.1"], "promotion_ratio": 0.5}, "4 units in the mean, and the list has 1"),
+        ("listed", {"units": ["unit.1"], "promotion_ratio": 0.5}, "4 units on average, but the list has 1"),
         ("random", {}, "promotion_ratio or trace"),
         ("random", {"promotion_ratio": 2.0}, "promotion_ratio=2.0"),
         ("random", {"promotion_ratio": 0.9}, "max_o allows 2"),
@@ -577,17 +593,17 @@ def test_a_list_that_fits_no_unit_is_refused_by_name(trainer_for):
         ("random", {"promotion_ratio": 0.1, "hold": 2.0}, "hold=2.0"),
         ("static", {"warmup": 0}, "warmup=0"),
         ("static", {"warmup": 1.5}, "warmup=1.5"),
-        ("static", {"warmup": 50}, "nothing would be left"),
+        ("static", {"warmup": 50}, "nothing would follow"),
         ("static", {"share": 0, "warmup": 5}, "share=0"),
         ("gnmr", {"share": 0.5}, "it belongs to static"),
-        ("gsnr", {"window": 5}, "gsnr has none"),
+        ("gsnr", {"window": 5}, "it has none"),
         ("mean", {}, "trigger='mean'"),
     ],
 )
 def test_what_is_not_allowed(name, options, message):
     with pytest.raises(ConfigError, match=message):
         make_trigger(name, 8, GNMRConfig(max_o=2), total_steps=50, options=options, names=[f"unit.{i}" for i in range(8)])
-    if not any(part in message for part in ("max_o", "/gone", "nothing would", "in the mean")):  # told without any unit
+    if not any(part in message for part in ("max_o", "/gone", "nothing would", "on average")):  # known without any unit
         with pytest.raises(ConfigError, match=message):
             Options(backend="activation", trigger=name, trigger_options=options)
 
@@ -687,7 +703,7 @@ def test_a_fidelity_warm_up_is_kept_or_refused():
             trigger.step(np.ones(20), signal=np.ones(20))
         assert found == counts, name
         assert trigger.active.sum() <= 4
-    with pytest.raises(ConfigError, match="warm-up of its own"):
+    with pytest.raises(ConfigError, match="has its own warm-up"):
         make_trigger("static", 20, config, total_steps=1000)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_gnmr.run.wordproblems import SPLITS, generate, pretrain_text, split_of
+from hf_gnmr.run.wordproblem_templates import MIX
+from hf_gnmr.run.wordproblems import RECIPE_VERSION, SPLITS, generate, pretrain_text, split_of
 
 STEP = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 
@@ -31,12 +34,17 @@ def test_every_step_is_right_and_the_last_is_the_answer(split, seed):
         assert split_of(row["question"]) == split
 
 
-def test_no_question_is_in_two_splits_and_fewer_rows_begin_more_rows():
+def test_no_question_is_in_two_splits():
     questions = {split: {row["question"] for row in generate(split, 3000)} for split in SPLITS}
     assert not questions["train"] & questions["test"]
     assert not questions["pretrain"] & (questions["train"] | questions["test"])
-    assert generate("train", 10) == generate("train", 50)[:10]
-    assert generate("train", 10, seed=1) != generate("train", 10, seed=2)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_smaller_number_of_rows_is_a_prefix_and_seeds_differ(split):
+    assert generate(split, 10) == generate(split, 50)[:10]
+    assert generate(split, 10, seed=1) != generate(split, 10, seed=2)
+    assert generate(split, 0) == []
 
 
 def test_pretraining_text_has_the_layout_that_the_recipes_prompt_with():
@@ -45,8 +53,35 @@ def test_pretraining_text_has_the_layout_that_the_recipes_prompt_with():
     assert any(document.startswith("Question: ") and "\nAnswer: " in document for document in documents)
 
 
-def test_wrong_arguments():
-    with pytest.raises(ValueError, match="split must be one of"):
-        generate("validation", 1)
-    with pytest.raises(ValueError, match="negative"):
-        generate("train", -1)
+def test_the_generated_text_is_that_of_its_version():
+    """The names of cached base models depend on the text: whoever changes it raises RECIPE_VERSION."""
+    texts = [generate(split, 200, seed) for split in SPLITS for seed in (0, 1)]
+    texts += [list(pretrain_text(300, seed)) for seed in (0, 1)]
+    assert (RECIPE_VERSION, hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]) == (1, "843e6d83780bda99")
+
+
+@pytest.mark.parametrize(
+    ("split", "n", "message"),
+    [("validation", 1, "split='validation': expected one of 'pretrain', 'train', 'test'"), ("train", -1, "n=-1: expected")],
+)
+def test_wrong_arguments_are_refused(split, n, message):
+    with pytest.raises(ValueError, match=message):
+        generate(split, n)
+
+
+# -- templates -----------------------------------------------------------------------------------------------------------
+
+TEMPLATES = [template for kinds in MIX.values() for _, templates in kinds for template in templates]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_shares_of_a_split_sum_to_one(split):
+    assert sum(share for share, _ in MIX[split]) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=[template[0][:30] for template in TEMPLATES])
+def test_each_step_uses_numbers_that_are_known_by_then(template):
+    known = set(re.findall(r"\{([abcd])\}", template[0]))
+    for result, left, _, right in re.findall(r"\[(\w)=(\w)([-+*/])(\w)\]", " ".join(template[1:])):
+        assert {left, right} <= known and result not in known
+        known.add(result)

@@ -16,7 +16,7 @@ from synthetic import stationary, write_trace
 from hf_gnmr import GNMRCallback
 from hf_gnmr.cli import main
 from hf_gnmr.config import ConfigError, GNMRConfig
-from hf_gnmr.control.controller import Controller
+from hf_gnmr.control.gnmr import Controller
 from hf_gnmr.trace.replay import differences, recorded, replay, settings_grid
 from hf_gnmr.trace.series import read_series
 

@@ -15,8 +15,9 @@ import transformers as hf
 from conftest import load_int8, token_rows, trace_lines, with_lora
 from transformers import TrainerCallback
 
-from hf_gnmr import ConfigError, GNMRCallback, GNMRSession, SetupError, gradients, last_checkpoint
+from hf_gnmr import ConfigError, GNMRCallback, GNMRSession, SetupError, last_checkpoint
 from hf_gnmr.backends.bnb.switchable import SwitchableLinear8bitLt
+from hf_gnmr.training import gradients
 from hf_gnmr.training.options import Options
 
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "accelerate_loop.py"

@@ -1,0 +1,74 @@
+"""Values of a recipe: each brought to the type of its field, or refused by name with what was expected."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import typing
+from enum import Enum
+from typing import Any, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from .sections import RecipeError
+
+LEAST: dict[str, float] = {
+    "lora.r": 1, "lora.lora_alpha": 1, "lora.lora_dropout": 0, "data.max_length": 8, "data.rows": 1, "data.eval_rows": 0,
+    "data.generate_rows": 0, "data.max_new_tokens": 1, "data.documents": 1, "model.llm_int8_threshold": 0,
+    "training.learning_rate": 0, "training.weight_decay": 0, "training.max_grad_norm": 0, "training.warmup_steps": 0,
+    "training.per_device_train_batch_size": 1, "training.per_device_eval_batch_size": 1,
+    "training.gradient_accumulation_steps": 1, "training.max_steps": 1, "training.num_train_epochs": 0,
+    "training.logging_steps": 0, "training.save_steps": 0, "training.seed": 0, "training.label_smoothing_factor": 0,
+}  # fmt: skip
+"""Least allowed value of a key. `training.max_steps` may also be -1, transformers' "by epochs"."""
+
+MOST: dict[str, float] = {"lora.lora_dropout": 1, "training.label_smoothing_factor": 1}
+
+
+def check_value(key: str, value: Any, hint: Any) -> Any:
+    """`value` as the type `hint`, within the range of `key`.
+
+    Raises:
+        RecipeError: naming key, value and the expected type or range.
+    """
+    allowed = _words(hint)
+    union = typing.get_args(hint) or (hint,)
+    if isinstance(value, bool) and not any(t in (bool, Any) or _holds(t, value) for t in union):
+        raise RecipeError(f"{key}={value!r}: expected {allowed}")
+    names = [member.value for t in union if isinstance(t, type) and issubclass(t, Enum) for member in t]
+    if names and isinstance(value, str) and value not in names:
+        near = difflib.get_close_matches(value, names, n=1)
+        listed = ", ".join(map(repr, names)) if len(names) <= 12 else f"one of {len(names)} names"
+        raise RecipeError(f"{key}={value!r}: {f'did you mean {near[0]!r}? ' if near else ''}expected {listed}")
+    try:
+        result = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
+    except ValidationError as error:
+        raise RecipeError(f"{key}={value!r}: expected {allowed}") from error
+    # GNMRConfig checks its own ranges.
+    if isinstance(result, (int, float)) and not isinstance(result, bool) and not key.startswith("gnmr."):
+        least, most = LEAST.get(key, -math.inf), MOST.get(key, math.inf)
+        by_epochs = key == "training.max_steps" and result == -1
+        if not ((math.isfinite(result) and least <= result <= most) or by_epochs):
+            bounds = [f"at least {least:g}"] if least > -math.inf else []
+            bounds += [f"at most {most:g}"] if most < math.inf else []
+            raise RecipeError(f"{key}={value!r}: expected a finite number{', ' if bounds else ''}{' and '.join(bounds)}")
+    return result
+
+
+def _holds(hint: Any, value: Any) -> bool:
+    """Whether a Literal names exactly this value."""
+    return typing.get_origin(hint) is Literal and any(value is v for v in typing.get_args(hint))
+
+
+def _words(hint: Any) -> str:
+    text = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+    return re.sub(r"\b(?:typing|transformers\.[\w.]*|collections\.abc)\.", "", text)
+
+
+def check_known(name: Any, known: list[str], kind: str, prefix: str = "") -> None:
+    """Raise RecipeError for a name that is not known, with the nearest one that is."""
+    if name not in known:
+        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+        hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(known)}"
+        raise RecipeError(f"unknown {kind} {prefix}{name}: {hint}")
