@@ -86,7 +86,9 @@ def test_a_subject_has_its_rows_only():
     splits = splits_of(Request("mmlu", "sums"), "builtin")
     assert {split: len(rows) for split, rows in splits.items()} == {"test": 6, "dev": 6}
     assert {row["subject"] for rows in splits.values() for row in rows} == {"sums"}
-    with pytest.raises(ConfigError, match="--tasks mmlu:xyz: expected one of the subjects of the built-in rows: differences, sums"):
+    with pytest.raises(
+        ConfigError, match="--tasks mmlu:xyz: expected one of the subjects of the built-in rows: differences, sums"
+    ):
         splits_of(Request("mmlu", "xyz"), "builtin")
 
 

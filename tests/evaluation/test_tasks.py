@@ -119,7 +119,9 @@ def test_an_entry_is_all_that_a_task_of_lm_eval_takes(arc, tiny_lm, capsys):
     command = ["eval", tiny_lm, "--data", str(arc), "--output", str(arc / "out"), "--tasks", "arc_challenge", "--offline"]
     assert cli([*command, "--shots", "1", "--block", "8"]) == 0
     out = capsys.readouterr().out
-    assert "--block does not apply to arc_challenge" in out and "arc_challenge acc_norm: n 2, shots 1, arc/test.jsonl (" in out
+    assert (
+        "--block does not apply to arc_challenge" in out and "arc_challenge acc_norm: n 2, shots 1, arc/test.jsonl (" in out
+    )
     scored = result(arc / "out", "recovery", "arc_challenge")
     assert scored["per_item"]["acc"].keys() == {"arc_challenge/0", "arc_challenge/1"}
     assert scored["metrics"]["acc"] == 0.5, "one model, the same question, both answers"
