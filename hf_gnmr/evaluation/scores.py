@@ -22,7 +22,8 @@ def figure(metric: str, values: Array, weights: Array) -> Array:
         weights: as `values`; the length of what a log-likelihood covers, in words, bytes or tokens. Plain scores ignore it.
 
     Returns:
-        (...): the mean of scores, or exp of the mean negative log-likelihood per unit of weight (without exp and in bits for bits_per_byte).
+        (...): the mean of scores, or exp of the mean negative log-likelihood per unit of weight (for bits_per_byte that mean
+        in bits).
     """
     if not is_perplexity(metric):
         return values.mean(axis=-1)

@@ -50,8 +50,13 @@ def test_the_whole_text_is_scored(tiny_lm):
 
 @pytest.mark.parametrize(
     ("block", "stride", "expected"),
-    [(None, None, 512), (64, None, 64), (64, 64, 64), (513, None, "--block 513: the model takes 512 tokens")]
-    + [(64, 65, "--stride 65: expected at most the block's length, 64")],
+    [
+        (None, None, 512),
+        (64, None, 64),
+        (64, 64, 64),
+        (513, None, "--block 513: the model takes 512 tokens"),
+        (64, 65, "--stride 65: expected at most the block's length, 64"),
+    ],
 )
 def test_a_block_fits_the_model_and_a_stride_the_block(block, stride, expected):
     config, options = LlamaConfig(max_position_embeddings=512), argparse.Namespace(block=block, stride=stride)
