@@ -30,7 +30,8 @@ def options_table() -> str:
     for backend in BACKENDS.values():
         docs = field_docs(backend.Options)
         for name, default in backend.Options.defaults().items():
-            meaning = docs[name].replace("``", "`").rstrip(".")
+            choices = [f"`{value}`: {summary}" for value, summary in backend.Options.choices(name).items()]
+            meaning = "; ".join([docs[name].replace("``", "`").rstrip("."), *choices])
             rows.setdefault((name, repr(default).replace("'", '"'), meaning[:1].lower() + meaning[1:]), []).append(
                 backend.name
             )

@@ -38,6 +38,11 @@ class BackendOptions:
         """The options as plain JSON values."""
         return dataclasses.asdict(self)
 
+    @classmethod
+    def choices(cls, name: str) -> dict[str, str]:
+        """What each value of the option `name` means, where its values are the keys of a registry; else empty."""
+        return {}
+
     def store(self) -> str:
         """The option that says where recovery weights are kept, as messages name it; empty where nothing is kept."""
         return ""
