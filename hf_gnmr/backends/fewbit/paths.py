@@ -32,7 +32,7 @@ class LowPrecisionOptions(BackendOptions):
     eval_path: str = "low"
     """Path in evaluation during training: ``low``, ``recovery``, or ``active`` (whatever training runs at that moment)."""
     unit: str | None = None
-    """What is switched as one: ``layer`` (None), ``experts`` (a layer's experts together) or ``expert`` (each)."""
+    """What is switched together: ``layer`` (None), ``experts`` (a layer's experts together) or ``expert`` (each)."""
 
     backend: ClassVar[str]
 
