@@ -1,4 +1,4 @@
-"""``hf-gnmr COMMAND ...``: one command a job, each with --help."""
+"""``hf-gnmr COMMAND ...``: one command per task, each with --help."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from .config import ConfigError, SetupError
 
 COMMANDS = {
     "train": ("train", "run a recipe"),
-    "plan": ("run.plan", "what a recipe needs, without loading weights"),
+    "plan": ("run.plan", "what a recipe needs; loads no weights"),
     "eval": ("evaluation.evaluate", "evaluate runs on GSM8K, MMLU, HellaSwag and WikiText-2"),
-    "compare": ("evaluation.compare", "evaluated runs side by side"),
-    "report": ("trace.report", "runs as one page, from their traces; --follow: a running one in the terminal"),
-    "replay": ("trace.replay", "a trace's norms under other settings"),
-    "calibrate": ("trace.calibrate", "thresholds that meet a target on a trace"),
-    "diagnose": ("trace.diagnose", "what the theory asks of a trace, and what to do"),
+    "compare": ("evaluation.compare", "compare evaluated runs side by side"),
+    "report": ("trace.report", "show runs as one page, from their traces; --follow: a running one in the terminal"),
+    "replay": ("trace.replay", "replay a trace's norms under other settings"),
+    "calibrate": ("trace.calibrate", "find thresholds that meet a target on a trace"),
+    "diagnose": ("trace.diagnose", "check a trace against the theory's conditions, with advice"),
 }
-"""Commands: the module whose `main` each is, and its help."""
+"""Commands: the module whose `main` runs each of them, and its help text."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,9 +31,9 @@ def main(argv: list[str] | None = None) -> int:
         commands.add_parser(name, help=help_, add_help=False)
     gguf = commands.add_parser("import-gguf", help="turn a GGUF file into a folder of BF16 safetensors")
     gguf.add_argument("gguf_file")
-    gguf.add_argument("folder", help="to be made")
+    gguf.add_argument("folder", help="folder to create; it must not exist yet")
     if arguments[:1] and arguments[0] in COMMANDS:
-        # Each has its own parser, and imports what it needs: a trace is shown without torch being loaded.
+        # Each has its own parser and imports only what it needs: a trace is shown without loading torch.
         try:
             status = int(import_module(f".{COMMANDS[arguments[0]][0]}", __package__).main(arguments[1:]))
             sys.stdout.flush()
