@@ -183,8 +183,8 @@ class GradientNorms:
             )
         if any(p.requires_grad for p in self._frozen):
             raise SetupError(
-                "parameters that were frozen when training began have become trainable (another adapter was made active, or a "
-                "layer was unfrozen): they are in no unit. Make them trainable before training begins, and freeze them "
+                "parameters that were frozen when training began have become trainable (another adapter was made active, or "
+                "a layer was unfrozen): they are in no unit. Make them trainable before training begins, and freeze them "
                 "afterwards until they are needed"
             )
         if not any(i < self.norms.in_units for i in vector.indices):
