@@ -1,8 +1,9 @@
-"""What the page of a long run costs: time to read, replay and draw, its size, and how soon a browser shows it.
+"""What the page of a long run costs: time to read, replay and draw it, its size, and how soon a browser shows it.
 
     python eval/report_cost.py [--steps 100000] [--units 40]
 
-The trace is made by the controller from norms with spikes. A browser is tried where `chromium` or `google-chrome` is found.
+The controller makes the trace from norms with spikes. Opening the page is timed where `chromium` or `google-chrome` is
+installed.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from results import add_save_option, command_line, save_result
 
 from hf_gnmr.config import GNMRConfig
 from hf_gnmr.control.gnmr import Controller
@@ -28,16 +30,36 @@ from hf_gnmr.trace.replay import differences, replay
 from hf_gnmr.trace.report import page
 from hf_gnmr.trace.series import read_series
 
+SEED = 0
+Result = TypeVar("Result")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--units", type=int, default=40)
+    add_save_option(parser)
     options = parser.parse_args()
+    payload = measure(options.steps, options.units)
+    print(table(payload))
+    if options.save:
+        save_result(options.save, bench="report_cost", command=command_line(), seed=SEED, payload=payload)
+
+
+def measure(steps: int, units: int) -> dict[str, Any]:
+    """Seconds of each piece of work, and the sizes of trace and page in bytes; progress goes to stderr."""
+    seconds: dict[str, float] = {}
+
+    def timed(name: str, work: Callable[[], Result]) -> Result:
+        start = time.perf_counter()
+        result = work()
+        seconds[name] = time.perf_counter() - start
+        print(f"{name}: {seconds[name]:.2f} s", file=sys.stderr, flush=True)
+        return result
+
     with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.jsonl"
-        write(trace, options.steps, options.units)
-        print(f"{options.steps:,} steps of {options.units} units, {trace.stat().st_size / 1e6:,.0f} MB of trace\n")
+        trace, file = Path(folder) / "trace.jsonl", Path(folder) / "report.html"
+        write_trace(trace, steps, units)
         series = timed("read", lambda: read_series(trace))
         timed("replay, same thresholds' scores", lambda: replay(series, {"alpha": 1.3}))
         timed("replay, another δ", lambda: replay(series, {"delta": 8}))
@@ -45,31 +67,55 @@ def main() -> None:
         timed("diagnose", lambda: diagnose(series))
         timed("calibrate an exceedance", lambda: calibrate(series, "exceedance", 0.01))
         text = timed("page", lambda: page([series], ["a long run"]))
-        print(f"\npage: {len(text.encode()) / 1e6:.2f} MB")
-        file = Path(folder) / "report.html"
         file.write_text(text, encoding="utf-8")
         browser = shutil.which("chromium") or shutil.which("google-chrome")
-        if browser is None:
-            print("no browser here: the time to open was not measured")
-            return
-        command = [
-            browser,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--no-first-run",
-            "--disable-background-networking",
-            f"--user-data-dir={folder}/profile",
-            "--window-size=1100,3000",
-            f"--screenshot={folder}/shot.png",
-            file.as_uri(),
-        ]
-        timed("browser: start, open, draw, quit", lambda: subprocess.run(command, capture_output=True, check=True))
+        if browser is not None:
+            command = browser_command(browser, Path(folder), file)
+            timed("browser: start, open, draw, quit", lambda: subprocess.run(command, capture_output=True, check=True))
+        return {
+            "steps": steps,
+            "units": units,
+            "trace_bytes": trace.stat().st_size,
+            "page_bytes": len(text.encode()),
+            "seconds": seconds,
+            "browser": browser is not None,
+        }
 
 
-def write(path: Path, steps: int, units: int) -> None:
+def browser_command(browser: str, folder: Path, page_file: Path) -> list[str]:
+    """Open a page, draw it and quit."""
+    return [
+        browser,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--no-first-run",
+        "--disable-background-networking",
+        f"--user-data-dir={folder}/profile",
+        "--window-size=1100,3000",
+        f"--screenshot={folder}/shot.png",
+        page_file.as_uri(),
+    ]
+
+
+def table(payload: dict[str, Any]) -> str:
+    """The results in Markdown."""
+    lines = [
+        f"{payload['steps']:,} steps of {payload['units']} units: {payload['trace_bytes'] / 1e6:,.0f} MB of trace, "
+        f"a page of {payload['page_bytes'] / 1e6:.2f} MB.",
+        "",
+        "| work | seconds |",
+        "|---|---|",
+        *(f"| {name} | {seconds:.2f} |" for name, seconds in payload["seconds"].items()),
+    ]
+    if not payload["browser"]:
+        lines += ["", "No browser was found: the time to open the page was not measured."]
+    return "\n".join(lines)
+
+
+def write_trace(path: Path, steps: int, units: int) -> None:
     """A trace as a run leaves it."""
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(SEED)
     config = GNMRConfig(alpha=1.5, alpha_init_fraction=0.0, max_o=0.25)
     controller = Controller(units, config, total_steps=steps)
     rows = [
@@ -93,7 +139,7 @@ def write(path: Path, steps: int, units: int) -> None:
             "trigger": "gnmr",
             "trigger_options": {},
             "backend": "int8",
-            "census": {"path": "made up"},
+            "census": {"path": "synthetic"},
             "run_id": "x",
             "total_steps": steps,
         },
@@ -126,13 +172,5 @@ def write(path: Path, steps: int, units: int) -> None:
     writer.close()
 
 
-def timed(name: str, work: Callable[[], Any]) -> Any:
-    """The result; the time is printed."""
-    start = time.perf_counter()
-    result = work()
-    print(f"{name}: {time.perf_counter() - start:.2f} s", flush=True)
-    return result
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,12 +2,12 @@
 
     python eval/three_ways.py recipes/quickstart.yaml --out runs/quickstart [section.key=value ...]
 
-Each way is a run of `hf_gnmr.train` in a process of its own.  Step times are not taken from those runs (a machine's speed
+Each way is a run of `hf_gnmr.train` in a separate process.  Step times are not taken from those runs (a machine's speed
 drifts between them) but afterwards in one process, alternating the sides step by step on the same batches; the ratios are
-medians over rounds of the time against fixed INT8 in the same round, with their quartiles.  `gnmr` takes the active sets
+medians over rounds of the time against fixed INT8 in the same round, with their quartiles.  `gnmr` uses the active sets
 that its run chose, and pays for reading norms, deciding and switching.
 
-One seed says nothing about quality: the table shows what happened, not what is better.
+One seed is no evidence about quality: the table shows what happened, not what is better.
 """
 
 from __future__ import annotations
@@ -20,62 +20,89 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from results import add_save_option, command_line, save_result
 from transformers import DataCollatorForSeq2Seq
 
 from hf_gnmr.backends import Int8Backend
 from hf_gnmr.backends.units import find_units
+from hf_gnmr.config import ConfigError
 from hf_gnmr.control.gnmr import Controller
 from hf_gnmr.files import write_json
 from hf_gnmr.run.data import encode, load_rows
 from hf_gnmr.run.models import add_adapters, load_base, load_tokenizer, model_source
 from hf_gnmr.run.recipe import find_recipe, load_recipe
+from hf_gnmr.run.sections import Recipe
 from hf_gnmr.trace.file import read_trace
 from hf_gnmr.training.gradients import GradientNorms
 
-WAYS = {"bf16": ["backend.name=none"], "int8": ["trigger.name=none"], "gnmr": []}
+WAYS: dict[str, list[str]] = {"bf16": ["backend.name=none"], "int8": ["trigger.name=none"], "gnmr": []}
+"""The ways, and what each changes in the recipe."""
 NAMES = {"bf16": "BF16", "int8": "INT8", "gnmr": "GNMR INT8/BF16"}
+TIMED = ["int8", "gnmr", "bf16", "all"]
+"""Sides of the step times; `all`: INT8 with every layer lifted."""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--out", required=True, help="folder for the three runs and the table")
-    parser.add_argument("--rounds", type=int, default=10, help="rounds of the step-time comparison (default 10; 0: none)")
-    parser.add_argument("--overwrite", action="store_true", help="move earlier runs in --out aside")
-    parser.add_argument("--table-only", action="store_true", help="no training: read the runs that are in --out")
-    options = parser.parse_intermixed_args()
-    out = Path(options.out)
+    options = parser().parse_intermixed_args()
+    try:
+        recipe = load_recipe(find_recipe(options.recipe), options.overrides)
+        if recipe.lora is None:
+            raise ConfigError(f"{options.recipe}: lora: expected a section with an adapter, got none")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     started = time.perf_counter()
-    for number, (way, changes) in enumerate(WAYS.items(), start=1):
-        if options.table_only:
-            continue
-        print(f"\n=== {number} of {len(WAYS)}: {NAMES[way]} ({time.perf_counter() - started:.0f} s so far)", flush=True)
-        command = [sys.executable, "-m", "hf_gnmr.train", options.recipe, *options.overrides, *changes]
-        command += [f"training.output_dir={out / way}", "run.resume=false"]
-        command += [f"run.overwrite={'true' if options.overwrite else 'false'}"]
-        status = subprocess.run(command, check=False).returncode
-        if status:
-            print(f"error: the {NAMES[way]} run ended with status {status}", file=sys.stderr)
-            return status
-    runs = {way: read_run(out / way) for way in WAYS}
-    ratios = {}
-    (out / "table.md").write_text(markdown(runs, ratios) + "\n", encoding="utf-8")
+    if not options.table_only:
+        for number, way in enumerate(WAYS, start=1):
+            print(f"\n=== {number} of {len(WAYS)}: {NAMES[way]} ({time.perf_counter() - started:.0f} s so far)", flush=True)
+            status = train(way, options)
+            if status:
+                print(f"error: the {NAMES[way]} run ended with status {status}", file=sys.stderr)
+                return status
+    out = options.out
+    payload: dict[str, Any] = {"runs": {way: read_run(out / way) for way in WAYS}, "step_time_ratios": {}}
+    (out / "table.md").write_text(table(payload) + "\n", encoding="utf-8")
     if options.rounds:
         print(f"\n=== step times, {options.rounds} rounds ({time.perf_counter() - started:.0f} s so far)", flush=True)
-        ratios = step_time_ratios(options.recipe, options.overrides, out, options.rounds)
-    table = markdown(runs, ratios)
-    (out / "table.md").write_text(table + "\n", encoding="utf-8")
-    write_json(out / "table.json", {"runs": runs, "step_time_ratios": ratios})
-    print(f"\n{table}\n\nFiles: {out}/table.md, table.json; each run (trace, summary, adapter) in {out}/bf16, int8, gnmr")
+        payload["step_time_ratios"] = step_time_ratios(recipe, out, options.rounds)
+    text = table(payload)
+    (out / "table.md").write_text(text + "\n", encoding="utf-8")
+    write_json(out / "table.json", payload)
+    print(f"\n{text}\n\nFiles: {out}/table.md, table.json; each run (trace, summary, adapter) in {out}/bf16, int8, gnmr")
     print(f"{time.perf_counter() - started:.0f} s in all")
+    if options.save:
+        seed = recipe.training.get("seed", 42)
+        save_result(options.save, bench="three_ways", command=command_line(), seed=seed, payload=payload)
     return 0
 
 
-def read_run(folder: Path) -> dict:
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--out", required=True, type=Path, help="folder for the three runs and the table")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds of the step-time comparison (default 10; 0: none)")
+    parser.add_argument("--overwrite", action="store_true", help="move earlier runs in --out aside")
+    parser.add_argument("--table-only", action="store_true", help="no training: read the runs that are in --out")
+    add_save_option(parser)
+    return parser
+
+
+def train(way: str, options: argparse.Namespace) -> int:
+    """Train one way in a separate process; returns its exit status."""
+    command = [sys.executable, "-m", "hf_gnmr.train", options.recipe, *options.overrides, *WAYS[way]]
+    command += [f"training.output_dir={options.out / way}", "run.resume=false"]
+    command += [f"run.overwrite={'true' if options.overwrite else 'false'}"]
+    return subprocess.run(command, check=False).returncode
+
+
+def read_run(folder: Path) -> dict[str, Any]:
     """A run's figures: summary, results, mean training loss of its last five steps."""
     figures = {**json.loads((folder / "summary.json").read_text()), **json.loads((folder / "results.json").read_text())}
     losses = [line["loss"] for line in read_trace(folder / "trace.jsonl").steps if line["loss"] is not None]
@@ -84,95 +111,119 @@ def read_run(folder: Path) -> dict:
     return figures
 
 
-def step_time_ratios(recipe_name: str, overrides: list[str], out: Path, rounds: int) -> dict:
+def step_time_ratios(recipe: Recipe, out: Path, rounds: int) -> dict[str, Any]:
     """Seconds of a whole optimizer step of each side against fixed INT8, in one process, sides alternating."""
-    recipe = load_recipe(find_recipe(recipe_name), overrides)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    seed = recipe.training.get("seed", 42)
-    source = model_source(recipe.model)
-    tokenizer = load_tokenizer(source, recipe.model)
-    size = recipe.training.get("per_device_train_batch_size", 8)
-    rows, _ = load_rows(recipe.data, seed)
-    encoded, _ = encode(rows[: size * (rounds + 1)], tokenizer, recipe.data.max_length)
-    collate = DataCollatorForSeq2Seq(tokenizer, padding=True, label_pad_token_id=-100)
-    batches = [
-        collate([encoded[i % len(encoded)] for i in range(k, k + size)]).to(device)
-        for k in range(0, size * (rounds + 1), size)
-    ]
-
-    sides = {}
-    for backend in ("none", "int8"):
-        model = add_adapters(load_base(source, recipe.model, backend), recipe.lora, seed).to(device).train()
-        model.config.use_cache = False
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
-        sides[backend] = (model, optimizer)
-    model = sides["int8"][0]
-    units = find_units(model, recipe.model.layers)
-    switch = Int8Backend(model, units, recovery=recipe.backend.recovery, recovery_source=recipe.backend.recovery_source)
-    controller = Controller(len(units), recipe.gnmr, total_steps=10 * rounds, recoverable=switch.recoverable)
-    none, every = switch.recoverable & False, switch.recoverable.copy()
     chosen = [line["active"] for line in read_trace(out / "gnmr" / "trace.jsonl").steps] or [[]]
-    replay = itertools.cycle(chosen[-rounds:])
+    stepper = Stepper(recipe, chosen[-rounds:], rounds)
+    seconds: dict[str, list[float]] = {side: [] for side in TIMED}
+    for number, batch in enumerate(stepper.batches):
+        for side in TIMED[number % 4 :] + TIMED[: number % 4]:
+            taken = stepper.step(side, batch)
+            if number:  # the first round warms up
+                seconds[side].append(taken)
+        print(f"  round {number} of {rounds}", end="\r", flush=True)
+    print()
+    stepper.switch.remove()
+    ratios: dict[str, Any] = {}
+    for side in TIMED:
+        against = [a / b for a, b in zip(seconds[side], seconds["int8"], strict=True)]
+        quartiles = statistics.quantiles(against, n=4) if len(against) > 1 else [against[0]] * 3
+        ratios[side] = {"median": statistics.median(against), "quartiles": [quartiles[0], quartiles[2]]}
+    ratios["median_seconds_int8"] = statistics.median(seconds["int8"])
+    return ratios
 
-    def step(side: str, batch: dict) -> float:
-        model, optimizer = sides["none" if side == "bf16" else "int8"]
-        norms = GradientNorms(model, units) if side == "gnmr" else None
-        if side != "bf16":
-            active = none.copy()
-            if side == "gnmr":
-                active[next(replay)] = True
-            switch.apply(every if side == "all" else active)
-        synchronise(device)
+
+class Stepper:
+    """The recipe's model in BF16 and in switchable INT8, with optimizers and one batch a round (and one to warm up).
+
+    Args:
+        chosen: active sets of the GNMR run, which `gnmr` replays in a cycle.
+    """
+
+    def __init__(self, recipe: Recipe, chosen: list[list[int]], rounds: int) -> None:
+        self.recipe = recipe
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        seed = recipe.training.get("seed", 42)
+        source = model_source(recipe.model)
+        tokenizer = load_tokenizer(source, recipe.model)
+        size = recipe.training.get("per_device_train_batch_size", 8)
+        rows, _ = load_rows(recipe.data, seed)
+        encoded, _ = encode(rows[: size * (rounds + 1)], tokenizer, recipe.data.max_length)
+        collate: Callable[..., Any] = DataCollatorForSeq2Seq(tokenizer, padding=True, label_pad_token_id=-100)
+        self.batches = [
+            collate([encoded[i % len(encoded)] for i in range(k, k + size)]).to(self.device)
+            for k in range(0, size * (rounds + 1), size)
+        ]
+        self.models: dict[str, tuple[Any, torch.optim.Optimizer]] = {}
+        for backend in ("none", "int8"):
+            assert recipe.lora is not None  # `main` has checked it
+            model = add_adapters(load_base(source, recipe.model, backend), recipe.lora, seed).to(self.device).train()
+            model.config.use_cache = False
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
+            self.models[backend] = (model, optimizer)
+        model = self.models["int8"][0]
+        self.units = find_units(model, recipe.model.layers)
+        options = recipe.backend.options if recipe.backend.name == Int8Backend.name else None
+        self.switch = Int8Backend(model, self.units, options)
+        self.controller = Controller(
+            len(self.units), recipe.gnmr, total_steps=10 * rounds, recoverable=self.switch.recoverable
+        )
+        self.replayed = itertools.cycle(chosen)
+
+    def step(self, side: str, batch: dict[str, Any]) -> float:
+        """Seconds of an optimizer step."""
+        model, optimizer = self.models["none" if side == "bf16" else "int8"]
+        norms = GradientNorms(model, self.units) if side == "gnmr" else None
+        self._lift(side)
+        synchronise(self.device)
         start = time.perf_counter()
-        half = torch.autocast(device.type, torch.bfloat16) if recipe.training.get("bf16") else contextlib.nullcontext()
-        with half:
+        bf16 = self.recipe.training.get("bf16")
+        with torch.autocast(self.device.type, torch.bfloat16) if bf16 else contextlib.nullcontext():
             loss = model(**batch).loss
         loss.backward()
         if norms is not None:
-            decision = controller.step(norms.read().norms)
-            switch.apply(decision.active)
+            reading = norms.read()
+            assert reading is not None  # a backward has just run
+            self.switch.apply(self.controller.step(reading.norms).active)
         torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        synchronise(device)
+        synchronise(self.device)
         seconds = time.perf_counter() - start
         if norms is not None:
             norms.remove()
         return seconds
 
-    order = ["int8", "gnmr", "bf16", "all"]
-    seconds = {side: [] for side in order}
-    for number, batch in enumerate(batches):
-        for side in order[number % 4 :] + order[: number % 4]:
-            taken = step(side, batch)
-            if number:  # the first round warms up
-                seconds[side].append(taken)
-        print(f"  round {number} of {rounds}", end="\r", flush=True)
-    print()
-    switch.remove()
-    result = {}
-    for side in order:
-        against = [a / b for a, b in zip(seconds[side], seconds["int8"], strict=True)]
-        quartiles = statistics.quantiles(against, n=4) if len(against) > 1 else [against[0]] * 3
-        result[side] = {"median": statistics.median(against), "quartiles": [quartiles[0], quartiles[2]]}
-    result["median_seconds_int8"] = statistics.median(seconds["int8"])
-    return result
+    def _lift(self, side: str) -> None:
+        """The active set that a side's step begins with; BF16 has nothing to switch."""
+        if side == "bf16":
+            return
+        active = self.switch.recoverable.copy()
+        if side != "all":
+            active[:] = False
+        if side == "gnmr":
+            active[next(self.replayed)] = True
+        self.switch.apply(active)
 
 
 def synchronise(device: torch.device) -> None:
+    """Wait until the device has finished what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def markdown(runs: dict, ratios: dict) -> str:
-    """The table: figures as rows, ways as columns."""
+def table(payload: dict[str, Any]) -> str:
+    """The result in Markdown: figures as rows, ways as columns."""
+    runs, ratios = payload["runs"], payload["step_time_ratios"]
 
     def figure(key: str, form: str = "{:.4f}") -> list[str]:
         return ["–" if runs[way].get(key) is None else form.format(runs[way][key]) for way in WAYS]
 
     def ratio(way: str) -> str:
-        r = ratios.get(way)
-        return "–" if r is None else f"{r['median']:.3f} ({r['quartiles'][0]:.3f} to {r['quartiles'][1]:.3f})"
+        if way not in ratios:
+            return "–"
+        low, high = ratios[way]["quartiles"]
+        return f"{ratios[way]['median']:.3f} ({low:.3f} to {high:.3f})"
 
     def weights(way: str) -> str:
         run = runs[way]
@@ -180,8 +231,8 @@ def markdown(runs: dict, ratios: dict) -> str:
 
     def lifted(way: str) -> str:
         layers = runs[way]["steps_on_recovery_by_layer"]
-        most = sorted(layers.items(), key=lambda item: -item[1])
-        return ", ".join(f"{layer}: {steps}" for layer, steps in most) or "none"
+        by_steps = sorted(layers.items(), key=lambda item: -item[1])
+        return ", ".join(f"{layer}: {steps}" for layer, steps in by_steps) or "none"
 
     memory = "peak_device_bytes" if "peak_device_bytes" in runs["int8"] else "peak_process_bytes"
     rows = [

@@ -1,4 +1,4 @@
-"""``hf-gnmr COMMAND ...``: one command per task, each with --help."""
+"""``hf-gnmr COMMAND ...``: one command for each job, each with --help."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from .config import ConfigError, SetupError
 
 COMMANDS = {
     "train": ("train", "run a recipe"),
-    "plan": ("run.plan", "what a recipe needs; loads no weights"),
+    "plan": ("run.plan", "what a recipe needs, without loading weights"),
     "eval": ("evaluation.evaluate", "evaluate runs on GSM8K, MMLU, HellaSwag and WikiText-2"),
-    "compare": ("evaluation.compare", "compare evaluated runs side by side"),
-    "report": ("trace.report", "show runs as one page, from their traces; --follow: a running one in the terminal"),
-    "replay": ("trace.replay", "replay a trace's norms under other settings"),
-    "calibrate": ("trace.calibrate", "find thresholds that meet a target on a trace"),
-    "diagnose": ("trace.diagnose", "check a trace against the theory's conditions, with advice"),
+    "compare": ("evaluation.compare", "evaluated runs side by side"),
+    "report": ("trace.report", "runs as one page, from their traces; --follow: a running one in the terminal"),
+    "replay": ("trace.replay", "a trace's norms under other settings"),
+    "calibrate": ("trace.calibrate", "thresholds that meet a target on a trace"),
+    "diagnose": ("trace.diagnose", "whether a trace meets the theory's conditions, and what to do"),
 }
-"""Commands: the module whose `main` runs each of them, and its help text."""
+"""Each command's module, whose `main` it runs, and its help."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,13 +31,13 @@ def main(argv: list[str] | None = None) -> int:
         commands.add_parser(name, help=help_, add_help=False)
     gguf = commands.add_parser("import-gguf", help="turn a GGUF file into a folder of BF16 safetensors")
     gguf.add_argument("gguf_file")
-    gguf.add_argument("folder", help="folder to create; it must not exist yet")
+    gguf.add_argument("folder", help="to be created")
     if arguments[:1] and arguments[0] in COMMANDS:
-        # Each has its own parser and imports only what it needs: a trace is shown without loading torch.
+        # Each command has its own parser and imports what it needs: a trace is shown without loading torch.
         try:
             status = int(import_module(f".{COMMANDS[arguments[0]][0]}", __package__).main(arguments[1:]))
             sys.stdout.flush()
-        except BrokenPipeError:  # `| head` has seen enough
+        except BrokenPipeError:  # `| head` has read enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         return status

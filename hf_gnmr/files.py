@@ -1,6 +1,6 @@
-"""Small files, written whole or not at all, and read as what they should be.
+"""Small files: written atomically, checked when read.
 
-JSON has no inf and no nan: values that are not finite are the strings "inf", "-inf" and "nan" in everything written here.
+JSON has no inf and no nan, so values that are not finite are written as the strings "inf", "-inf" and "nan".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class FileError(ValueError):
 
 
 def plain(value: Any) -> Any:
-    """`value` with floats that are not finite as strings, containers included."""
+    """`value` with floats that are not finite as strings, also inside containers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, dict):
@@ -28,12 +28,12 @@ def plain(value: Any) -> Any:
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Write a JSON file whole or not at all."""
+    """Write a JSON file atomically."""
     write_text(path, json.dumps(plain(value), indent=2, allow_nan=False) + "\n")
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file (UTF-8) whole or not at all."""
+    """Write a text file (UTF-8) atomically."""
     file = Path(path)
     partial = partial_name(file)
     partial.write_text(text, encoding="utf-8")
@@ -41,17 +41,17 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Read a JSON object from a file.
 
     Raises:
-        FileError: no such file, or something else in it.
+        FileError: no such file, not JSON, or not an object.
     """
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise FileError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
-        raise FileError(f"{path}: expected a JSON object, got a {type(value).__name__}")
+        raise FileError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
 
 
@@ -64,11 +64,11 @@ def free_name(path: Path) -> Path:
 
 
 def partial_name(path: Path) -> Path:
-    """Where a file is written before it takes its place; hidden, and of this process."""
+    """Where a file is written before it is renamed to `path`: hidden, and specific to this process."""
     return path.with_name(f".{path.name}.{os.getpid()}.partial")
 
 
 def printable(text: str, most: int = 120) -> str:
-    """Text for a page or a terminal: no control characters, and no longer than `most`."""
+    """Text for a page or a terminal: no control characters, at most `most` characters."""
     clean = "".join(c if c.isprintable() else "\ufffd" for c in text)
     return clean if len(clean) <= most else f"{clean[: most - 1]}…"

@@ -1,7 +1,7 @@
 """Token perplexity over fixed blocks: the WikiText-2 figure that quantisation papers print.
 
 lm-eval's own `wikitext` task gives word and byte perplexity by document, and none of its request types takes token ids,
-which blocks of an exact length need; so this task is a function of its own: ``wikitext_tokens`` of ``hf-gnmr eval``.
+which blocks of an exact length need; so this task is a separate function: ``wikitext_tokens`` of ``hf-gnmr eval``.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ def token_perplexity(
 ) -> Iterator[dict[str, Any]]:
     """Autoregressive perplexity by token over fixed blocks of a text.
 
-    The text is tokenised whole, without special tokens. Block after block of `block` tokens goes through the model by
-    itself; with a stride below the block's length blocks overlap, and only the tokens that no block before has scored
-    count. A block's first token is never scored.
+    The text is tokenised whole, without special tokens. The model sees each block of `block` tokens by itself;
+    with a stride below the block's length blocks overlap, and only tokens that no earlier block has scored count. A block's
+    first token is never scored.
 
     Args:
         model: a causal language model in eval mode; logits (1, n, vocabulary).
         tokenizer: the model's.
-        text: scored whole, unless `limit` says otherwise.
-        block: tokens a block, at most the model's own length.
-        stride: tokens from one block's beginning to the next one's; None: `block`, no overlap.
+        text: scored whole, unless `limit` is set.
+        block: tokens a block, at most the model's maximum length.
+        stride: tokens from one block's start to the next one's; None: `block`, no overlap.
         limit: blocks at most; None: the whole text.
 
     Yields:

@@ -1,20 +1,20 @@
-"""The built-in base model: a small LLaMA made from nothing, so that a quickstart or test needs no download.
+"""The built-in base model: a small LLaMA built from scratch, so that a quickstart or test needs no download.
 
-Idea.  LoRA fine-tuning is only worth watching on a base that already knows something.  This module trains a
+LoRA fine-tuning shows something only on a base that already knows something.  This module trains a
 tokenizer on the text of :mod:`hf_gnmr.run.wordproblems`, pre-trains a LLaMA of 2.5 million parameters on its
 ``pretrain`` split for about a minute on two CPU cores, and keeps the result in a cache folder that
 ``AutoModelForCausalLM`` and ``AutoTokenizer`` load.  The base then solves most one-step problems and few of
-the ``train`` and ``test`` problems, which is what fine-tuning is to change.
+the ``train`` and ``test`` problems, which fine-tuning is meant to change.
 
-So little training leads to a usable model only because
+So little training gives a usable model only because
 
-* every batch holds whole documents of about one length, each in a row of its own: nothing to copy from a
+* every batch holds whole documents of about equal length, one per row: there is nothing to copy from a
   neighbour by mistake, and hardly any padding;
-* the loss counts fully where a reader could know what comes next (answers, results, ends of documents) and by
-  ``GUESS_WEIGHT`` where only chance decides (the numbers and names of a new question);
+* the loss has full weight where a reader could know what comes next (answers, results, ends of documents) and
+  ``RECIPE["guess_weight"]`` where only chance decides (the numbers and names of a new question);
 * initial weights are large (0.08); with the usual 0.02 the heads that copy numbers form several times later;
-* matrices are multiplied in BF16 where the processor has instructions for it, and attention is the plain
-  ("eager") one, whose backward pass is much faster than the fused one at this size on a CPU.
+* matrices are multiplied in BF16 where the processor has instructions for it, and attention is the "eager"
+  one, whose backward pass is much faster than the fused one at this size on a CPU.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ RECIPE: dict[str, Any] = {
 }
 """What determines the weights besides model, tokenizer, data, steps and seed; part of a folder's fingerprint.
 
-``batch_tokens`` includes padding; ``last_learning_rate`` is a fraction of ``learning_rate``; ``version`` is
-raised with changes to the code of the training loop.
+``batch_tokens`` includes padding; ``last_learning_rate`` is a fraction of ``learning_rate``; raise ``version``
+with every change to the training loop.
 """
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
@@ -63,16 +63,16 @@ VOCABULARY = 832
 
 _FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "pretraining.json")
 _CHUNK = 1000
-"""Documents tokenized and sorted by length at a time."""
+"""Documents that are tokenised and sorted by length at a time."""
 
 _Document = tuple[list[int], list[float]]
-"""Token ids and, as many, loss weights."""
+"""Token ids, and a loss weight for each."""
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Train the tokenizer: byte-level BPE, every digit a token of its own, ``<s>`` put in front of a text.
+    """Train the tokenizer: byte-level BPE, one token per digit, ``<s>`` in front of every text.
 
-    It is the same on every call, has ``VOCABULARY`` tokens, and gives back any text it has encoded.
+    It is the same on every call, has ``VOCABULARY`` tokens, and decodes every text it has encoded unchanged.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -85,7 +85,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    # The words of the training split too, so that a fine-tuned model meets no word in splinters.
+    # The words of the training split too, so that fine-tuning meets no word split into fragments.
     rows = wordproblems.generate("train", 3000)
     texts = [*wordproblems.pretrain_text(4000), *(f"{row['question']}\n{row['answer']}" for row in rows)]
     tokenizer.train_from_iterator(texts, trainer)
@@ -103,7 +103,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, and the special ones: 259 tokens."""
+    """One token per byte, and the special ones: 259 tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([PAD, BOS, EOS, *letters])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -117,7 +117,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def build_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
     """The model's shape: 6 layers, width 192, 6 query and 2 key-value heads, tied embeddings.
 
-    All dimensions are multiples of 32; the vocabulary is rounded up to one.
+    All dimensions are multiples of 32; the vocabulary size is rounded up to one.
     """
     return LlamaConfig(
         vocab_size=math.ceil(len(tokenizer) / 32) * 32,
@@ -144,13 +144,13 @@ def base_config() -> LlamaConfig:
 def pretrained_base(cache_dir: str | os.PathLike[str] | None = None, *, steps: int | None = None, seed: int = 0) -> Path:
     """The folder of the pre-trained base model: from the cache if it is there, otherwise trained now.
 
-    The folder holds BF16 weights, configuration, tokenizer and ``pretraining.json``, which tells how the
-    training went.  Its name carries a fingerprint of model, tokenizer, data, recipe, steps and seed.  It
-    appears whole or not at all; where two processes train it at once, one works in vain and both
-    return it.
+    The folder holds BF16 weights, configuration, tokenizer and ``pretraining.json``, a record of the
+    training.  Its name contains a fingerprint of model, tokenizer, data, recipe, steps and seed.  It
+    appears complete or not at all; if two processes train it at once, the work of one is wasted and both
+    return the same folder.
 
     Args:
-        cache_dir: where such folders are kept; by default ``$HF_GNMR_CACHE``, or else ``~/.cache/hf_gnmr``.
+        cache_dir: where these folders are kept; by default ``$HF_GNMR_CACHE``, or else ``~/.cache/hf_gnmr``.
         steps: optimizer steps, at least 1; by default ``STEPS``, about a minute on two cores.
         seed: of the initial weights and of the data.
 
@@ -160,7 +160,7 @@ def pretrained_base(cache_dir: str | os.PathLike[str] | None = None, *, steps: i
     """
     steps = STEPS if steps is None else steps
     if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
+        raise ValueError(f"steps={steps}: expected at least 1")
     cache = Path(cache_dir or os.environ.get("HF_GNMR_CACHE") or "~/.cache/hf_gnmr").expanduser()
     tokenizer = build_tokenizer()
     config = build_config(tokenizer)
@@ -168,7 +168,7 @@ def pretrained_base(cache_dir: str | os.PathLike[str] | None = None, *, steps: i
     if _is_whole(folder):
         print(f"Built-in base model: reusing {folder}", flush=True)
         return folder
-    print(f"Built-in base model: pre-training for {steps} steps, to be kept in {folder}", flush=True)
+    print(f"Built-in base model: pre-training for {steps} steps, to be stored in {folder}", flush=True)
     cache.mkdir(parents=True, exist_ok=True)
     # A folder inside the temporary one: mkdir gives it ordinary permissions, which a temporary folder lacks.
     with tempfile.TemporaryDirectory(prefix=".building-", dir=cache) as scratch:
@@ -178,7 +178,7 @@ def pretrained_base(cache_dir: str | os.PathLike[str] | None = None, *, steps: i
         try:
             built.rename(folder)
         except OSError:
-            # Either another process was faster, or something broken is in the way, which gives way.
+            # Either another process was faster, or a broken folder is in the way and is replaced.
             if not _is_whole(folder):
                 folder.rename(Path(scratch) / "broken")
                 built.rename(folder)
@@ -205,7 +205,7 @@ def _fast_bf16() -> bool:
 
 
 def _pretrain(folder: Path, tokenizer: PreTrainedTokenizerFast, config: LlamaConfig, steps: int, seed: int) -> None:
-    """Pre-train on the CPU and write everything into ``folder``."""
+    """Pre-train on the CPU and write all files into ``folder``."""
     start = time.perf_counter()
     with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it is
         torch.manual_seed(seed)
@@ -250,7 +250,7 @@ def _pretrain(folder: Path, tokenizer: PreTrainedTokenizerFast, config: LlamaCon
         "seed": seed,
         "tokens": tokens,
         "parameters": model.num_parameters(),
-        "final_loss": round(sum(last) / len(last), 4),  # weighted nats a token, mean of the last steps
+        "final_loss": round(sum(last) / len(last), 4),  # weighted nats per token, mean of the last 50 steps
         "seconds": round(time.perf_counter() - start, 1),
         "threads": torch.get_num_threads(),
         "precision": "bf16 autocast" if bf16 else "fp32",
@@ -269,7 +269,7 @@ def _learning_rate_factor(step: int, steps: int) -> float:
 
 
 def _batches(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches without end: token ids and loss weights, both (documents, length); padding has weight 0."""
+    """An endless stream of batches: token ids and loss weights, both (documents, length); padding has weight 0."""
     rng = random.Random(seed)
     chunk = seed * 1_000_003
     while True:
@@ -292,7 +292,7 @@ def _batches(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[tuple[to
 
 
 def _weighted(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[_Document]:
-    """One chunk of documents as token ids with loss weights."""
+    """One chunk of documents, as token ids with loss weights."""
     answer, equals, stop = (tokenizer.encode(t, add_special_tokens=False)[0] for t in ("Answer", " =", "."))
     texts = [f"{text}{tokenizer.eos_token}" for text in wordproblems.pretrain_text(_CHUNK, seed)]
     for ids in tokenizer(texts)["input_ids"]:

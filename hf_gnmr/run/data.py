@@ -1,7 +1,7 @@
-"""Rows of prompt and answer, from the Hub, a file or the built-in generator, to token sequences.
+"""Rows of prompt and answer, from the Hub, a file or the built-in generator, turned into token sequences.
 
-The loss is taken on the answer and the end token only.  No row is dropped: one that is too long loses the end of its
-answer, and where the prompt leaves no room for that, the beginning of its prompt; both are counted and printed.
+The loss is taken on the answer and the end token only.  No row is dropped: a row that is too long loses the end of its
+answer and, if the prompt still leaves too little room, the beginning of its prompt.  Both are counted and printed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .sections import DataSection, RecipeError
 LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 BUILTIN = "builtin"
 IGNORED = -100
-"""The label that transformers' losses leave out."""
+"""The label that transformers' losses ignore."""
 
 
 @dataclass
@@ -70,14 +70,14 @@ def load_rows(section: DataSection, seed: int) -> tuple[list[dict[str, str]], li
 
 
 def check_source(section: DataSection) -> None:
-    """Raise RecipeError for a data source that can be seen to be wrong without reading it."""
+    """Raise RecipeError for errors in a data source that are visible without reading it."""
     if section.name == BUILTIN and (section.subset, section.split, section.eval_split) != (None, "train", None):
-        raise RecipeError("data.name='builtin' has its own train and test rows: leave subset, split and eval_split out")
+        raise RecipeError("data.name='builtin' has its own train and test rows: leave out subset, split and eval_split")
     path = Path(section.name)
     if path.suffix.lower() in LOADERS and not path.is_file():
         raise RecipeError(f"data.name={section.name!r}: no such file")
     if path.is_file() and path.suffix.lower() not in LOADERS:
-        raise RecipeError(f"data.name={section.name!r}: files that end in {', '.join(LOADERS)} are read")
+        raise RecipeError(f"data.name={section.name!r}: expected a file that ends in {', '.join(LOADERS)}")
     for key in ("prompt", "answer"):
         try:
             list(string.Formatter().parse(getattr(section, key)))
@@ -86,9 +86,7 @@ def check_source(section: DataSection) -> None:
     if section.eval_split is not None and not section.eval_rows:
         raise RecipeError(f"data.eval_split={section.eval_split!r} needs data.eval_rows above 0")
     if section.generate_rows > section.eval_rows:
-        raise RecipeError(
-            f"data.generate_rows={section.generate_rows}: at most data.eval_rows={section.eval_rows} is allowed"
-        )
+        raise RecipeError(f"data.generate_rows={section.generate_rows}: expected at most data.eval_rows={section.eval_rows}")
 
 
 def _load(section: DataSection, split: str) -> list[dict[str, Any]]:
@@ -104,14 +102,14 @@ def _load(section: DataSection, split: str) -> list[dict[str, Any]]:
 
 
 def _texts(table: list[dict[str, Any]], section: DataSection, split: str) -> list[dict[str, str]]:
-    rows = []
+    texts = []
     for number, row in enumerate(table):
         prompt = _fill("prompt", section.prompt, row, f"{section.name}, {split} row {number}")
         answer = _fill("answer", section.answer, row, f"{section.name}, {split} row {number}")
         if "{" not in section.answer and not prompt[-1:].isspace():
             answer = " " + answer
-        rows.append({"prompt": prompt, "answer": answer})
-    return rows
+        texts.append({"prompt": prompt, "answer": answer})
+    return texts
 
 
 def _fill(key: str, pattern: str, row: dict[str, Any], where: str) -> str:
@@ -127,7 +125,7 @@ def _fill(key: str, pattern: str, row: dict[str, Any], where: str) -> str:
         if value is None or str(value).strip() == "":
             raise RecipeError(f"{where}: column {column!r} is empty")
         if not isinstance(value, (str, int, float)):
-            raise RecipeError(f"{where}: column {column!r} holds a {type(value).__name__}: text or a number is allowed")
+            raise RecipeError(f"{where}: column {column!r} holds a {type(value).__name__}: expected text or a number")
     if "{" in pattern:
         try:
             return pattern.format(**{column: row[column] for column in columns})
@@ -139,16 +137,16 @@ def _fill(key: str, pattern: str, row: dict[str, Any], where: str) -> str:
 def encode(rows: list[dict[str, str]], tokenizer: Any, max_length: int) -> tuple[Dataset, Counts]:
     """Token sequences with labels on the answer only.
 
-    Prompt and answer are tokenised as one text; a token that reaches over the boundary counts as answer. End the prompt
-    where a token ends (before a space, with most tokenizers), and the model meets the same tokens when it generates.
+    Prompt and answer are tokenised as one text; a token that spans the boundary counts as answer. If the prompt ends
+    where a token ends (before a space, with most tokenizers), the model sees the same tokens when it generates.
 
     Args:
         rows: {"prompt", "answer"} texts.
-        tokenizer: a fast tokenizer (its character offsets tell prompt from answer).
-        max_length: tokens a sequence, at most.
+        tokenizer: a fast tokenizer (its character offsets separate prompt from answer).
+        max_length: most tokens of a sequence.
 
     Returns:
-        a data set with input_ids, attention_mask and labels, and what was cut.
+        a data set with input_ids, attention_mask and labels (lists of int), and counts of what was cut.
     """
     counts = Counts(rows=len(rows))
     encoded: list[dict[str, list[int]]] = []
@@ -174,7 +172,7 @@ def encode(rows: list[dict[str, str]], tokenizer: Any, max_length: int) -> tuple
 
 
 def _cut(prompt: list[int], answer: list[int], max_length: int, counts: Counts) -> tuple[list[int], list[int]]:
-    """Fit a row: the answer gives way first, but keeps a quarter of the length where it has that many tokens."""
+    """Fit a row: the answer is cut first, but keeps a quarter of the length if it has that many tokens."""
     if len(prompt) + len(answer) <= max_length:
         return prompt, answer
     room = max(max_length - len(prompt), min(len(answer), max_length // 4))
@@ -183,6 +181,6 @@ def _cut(prompt: list[int], answer: list[int], max_length: int, counts: Counts) 
     answer = answer[:room]
     if len(prompt) + len(answer) > max_length:
         counts.prompts_cut += 1
-        keep = max_length - len(answer)  # the first token stays: with many models it marks the beginning
+        keep = max_length - len(answer)  # the first token stays: for many models it marks the beginning
         prompt = prompt[:1] + prompt[len(prompt) - keep + 1 :]
     return prompt, answer

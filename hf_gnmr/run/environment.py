@@ -1,4 +1,4 @@
-"""What a run ran on: for `environment.json`, for the first lines it prints, and its peak memory."""
+"""The environment of a run: for `environment.json`, for the first lines it prints, and its peak memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "data
 
 
 def environment(arguments: TrainingArguments, data: dict[str, int]) -> dict[str, Any]:
-    """Command, versions, machine, precision, seed, and what became of the data, in plain JSON values."""
+    """Command, versions, machine, precision, seed, and the counts of the data, in plain JSON values."""
     return {
         "command": sys.argv,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -33,7 +33,7 @@ def environment(arguments: TrainingArguments, data: dict[str, int]) -> dict[str,
 
 
 def machine() -> dict[str, Any]:
-    """Versions and hardware, whatever runs on them."""
+    """Versions and hardware, independent of the run."""
     return {
         "hf_gnmr": __version__,
         "python": platform.python_version(),
@@ -46,7 +46,7 @@ def machine() -> dict[str, Any]:
 
 
 def environment_in_words(arguments: TrainingArguments) -> str:
-    """One line for the user."""
+    """The same as one line for the user."""
     return (
         f"runs on: {arguments.device} ({processor()}, {torch.get_num_threads()} threads), "
         f"world size {arguments.world_size}, autocast {precision(arguments)}, torch {torch.__version__}"
@@ -54,7 +54,7 @@ def environment_in_words(arguments: TrainingArguments) -> str:
 
 
 def precision(arguments: TrainingArguments) -> str:
-    """The autocast in force: the launcher's setting counts where the recipe has none."""
+    """The autocast in effect: the launcher's setting applies where the recipe has none."""
     if arguments.bf16 or arguments.fp16:
         return "bf16" if arguments.bf16 else "fp16"
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
@@ -73,7 +73,7 @@ def processor() -> str:
 
 
 def peak_memory() -> dict[str, int]:
-    """Peak memory so far: the allocator's on a GPU, the whole process's resident set elsewhere (where the system tells)."""
+    """Peak memory so far, in bytes: the allocator's on a GPU, elsewhere the resident set (where it is reported)."""
     if torch.cuda.is_available():
         return {"peak_device_bytes": torch.cuda.max_memory_allocated()}
     try:

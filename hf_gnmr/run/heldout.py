@@ -14,7 +14,7 @@ from .sections import Recipe
 
 
 def held_out_figures(trainer: Trainer, recipe: Recipe, held_out: list[dict[str, str]]) -> dict[str, Any]:
-    """Loss and, where asked for, exact match on the held-out rows, by the model as it is after training."""
+    """Loss and, where asked for, exact match on the held-out rows, of the model as it is after training."""
     figures: dict[str, Any] = {
         "eval_loss": trainer.evaluate()["eval_loss"],
         "eval_rows": len(held_out),
@@ -23,9 +23,9 @@ def held_out_figures(trainer: Trainer, recipe: Recipe, held_out: list[dict[str, 
     if recipe.data.generate_rows and trainer.is_world_process_zero():
         rows = held_out[: recipe.data.generate_rows]
         start = time.perf_counter()
-        right = exact_matches(trainer.model, trainer.processing_class, rows, recipe)
+        matches = exact_matches(trainer.model, trainer.processing_class, rows, recipe)
         figures |= {
-            "exact_match": right / len(rows),
+            "exact_match": matches / len(rows),
             "generate_rows": len(rows),
             "generate_seconds": round(time.perf_counter() - start, 1),
         }
@@ -33,12 +33,12 @@ def held_out_figures(trainer: Trainer, recipe: Recipe, held_out: list[dict[str, 
 
 
 def perplexity_figures(trainer: Trainer, recipe: Recipe) -> dict[str, Any]:
-    """Held-out loss and perplexity of a model trained on packed text, at its end and at earlier evaluations.
+    """Held-out loss and perplexity of a model trained on packed text, at the end of training and at earlier evaluations.
 
-    `evaluations`: an entry each: `step`, `tokens` (trained on so far), `loss`, `perplexity`.
+    `evaluations` has one entry for each evaluation: `step`, `tokens` (trained on so far), `loss`, `perplexity`.
     """
     arguments = trainer.args
-    a_step = (
+    tokens_per_step = (
         arguments.per_device_train_batch_size
         * arguments.gradient_accumulation_steps
         * arguments.world_size
@@ -47,7 +47,7 @@ def perplexity_figures(trainer: Trainer, recipe: Recipe) -> dict[str, Any]:
     evaluations = [
         {
             "step": line["step"],
-            "tokens": line["step"] * a_step,
+            "tokens": line["step"] * tokens_per_step,
             "loss": line["eval_loss"],
             "perplexity": perplexity_of(line["eval_loss"]),
         }
@@ -59,21 +59,21 @@ def perplexity_figures(trainer: Trainer, recipe: Recipe) -> dict[str, Any]:
         "eval_loss": loss,
         "eval_perplexity": perplexity_of(loss),
         "eval_blocks": len(trainer.eval_dataset),
-        "tokens": trainer.state.global_step * a_step,
+        "tokens": trainer.state.global_step * tokens_per_step,
         "evaluations": evaluations,
     }
 
 
 def perplexity_of(loss: float) -> float:
-    """exp of a loss in nats a token; inf for one that is too large."""
+    """exp of a loss in nats per token; inf where that overflows."""
     return math.inf if loss > 700 else math.exp(loss)
 
 
 def exact_matches(model: Any, tokenizer: Any, rows: list[dict[str, str]], recipe: Recipe) -> int:
-    """How many rows greedy decoding answers with the reference's final answer. Prompts are given whole."""
+    """How many rows greedy decoding answers with the reference's final answer. Prompts are not cut."""
     model.eval()
     model.config.use_cache = True
-    right = 0
+    matches = 0
     side, tokenizer.padding_side = tokenizer.padding_side, "left"
     for first in range(0, len(rows), 32):
         batch = rows[first : first + 32]
@@ -88,21 +88,21 @@ def exact_matches(model: Any, tokenizer: Any, rows: list[dict[str, str]], recipe
                 eos_token_id=tokenizer.eos_token_id,
             )
         texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        right += sum(
+        matches += sum(
             is_right(text, row["answer"], recipe.data.answer_marker) for text, row in zip(texts, batch, strict=True)
         )
     tokenizer.padding_side = side
-    return right
+    return matches
 
 
 def is_right(text: str, reference: str, marker: str) -> bool:
-    """Whether `text` gives the reference's answer: what follows the marker, or all of it where the reference has none."""
+    """Whether `text` gives the reference's answer: what follows the marker, or everything if the reference has no marker."""
     if not marker or marker not in reference:
         return text.strip() == reference.strip()
     return after_marker(text, marker) == after_marker(reference, marker)
 
 
 def after_marker(text: str, marker: str) -> str | None:
-    """The rest of the line after the last marker, without thousands separators; None where there is no marker."""
-    _, found, rest = text.rpartition(marker)
-    return rest.strip().split("\n")[0].strip().replace(",", "") if found else None
+    """The rest of the line after the last marker, without thousands separators; None if there is no marker."""
+    _, separator, rest = text.rpartition(marker)
+    return rest.strip().split("\n")[0].strip().replace(",", "") if separator else None

@@ -1,7 +1,7 @@
-"""Plain text for pre-training: documents to token blocks of one length, with an end token after each document.
+"""Plain text for pre-training: documents packed into token blocks of equal length, with an end token after each document.
 
-Documents come from the Hub (also streamed), a local .txt, .json, .jsonl or .parquet file, or the built-in generator.  They
-are joined into one stream of tokens and cut into blocks; every token counts in the loss.
+Documents come from the Hub (streamed or not), a local .txt, .json, .jsonl or .parquet file, or the built-in generator.  They
+are concatenated into one stream of tokens and cut into blocks; every token counts in the loss.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .sections import DataSection, RecipeError
 END_OF_TEXT = "<|endoftext|>"
 """Between documents in a .txt file."""
 STREAMED_AT_A_TIME = 1000
-"""Documents that are joined at a time where they are streamed; what does not fill a last block of them is left out."""
+"""Streamed documents that are concatenated at a time; tokens that do not fill their last block are dropped."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class TextCounts:
     tokens: int
     blocks: int
     left_out: int
-    """Tokens at the end of the stream that do not fill a block."""
+    """Tokens at the end of the stream that do not fill a block, and are dropped."""
 
     def in_words(self) -> str:
         return (
@@ -45,25 +45,25 @@ class TextCounts:
 
 
 def check_text_source(section: DataSection) -> None:
-    """Raise RecipeError for what can be seen to be wrong without reading the text."""
+    """Raise RecipeError for errors in a text source that are visible without reading it."""
     path = Path(section.name)
     suffix = path.suffix.lower()
     if suffix in (*LOADERS, ".txt") and not path.is_file():
         raise RecipeError(f"data.name={section.name!r}: no such file")
     if path.is_file() and suffix not in (*LOADERS, ".txt"):
-        raise RecipeError(f"data.name={section.name!r}: files that end in .txt, {', '.join(LOADERS)} are read as text")
+        raise RecipeError(f"data.name={section.name!r}: expected a file that ends in .txt, {', '.join(LOADERS)}")
     local = path.is_file() or section.name == BUILTIN
     if section.streaming and local:
-        raise RecipeError("data.streaming=True is for data sets on the Hub: local text is read whole")
+        raise RecipeError("data.streaming=True: expected a data set on the Hub; local text is read whole")
     if local and section.eval_split is not None:
         raise RecipeError(
-            f"data.eval_split={section.eval_split!r}: local text has no splits; leave it out (null), and data.eval_rows "
-            "blocks are held out from its end"
+            f"data.eval_split={section.eval_split!r}: local text has no splits; leave it out (null), and the last "
+            "data.eval_rows blocks are held out"
         )
     if section.eval_split is not None and not section.eval_rows:
         raise RecipeError(f"data.eval_split={section.eval_split!r} needs data.eval_rows above 0")
     if section.streaming and section.rows is not None:
-        raise RecipeError(f"data.rows={section.rows} with data.streaming=True: training.max_steps says how much is read")
+        raise RecipeError(f"data.rows={section.rows} with data.streaming=True: training.max_steps sets how much is read")
     if section.generate_rows:
         raise RecipeError(f"data.generate_rows={section.generate_rows}: text has no answers to generate")
     if section.streaming and section.eval_rows and section.eval_split is None:
@@ -71,13 +71,13 @@ def check_text_source(section: DataSection) -> None:
 
 
 def text_blocks(section: DataSection, tokenizer: Any) -> tuple[Any, Any, TextCounts | None]:
-    """Training blocks, held-out blocks (None: none) and what became of the text (None where it is streamed).
+    """Training blocks, held-out blocks (None: none) and the counts of the text (None: it is streamed).
 
-    Blocks are {"input_ids": [max_length], "labels": the same}. `data.eval_rows` blocks are held out from the end of the
-    text, or taken from the beginning of `data.eval_split`; `data.rows` bounds the training blocks.
+    Blocks are {"input_ids": [max_length], "labels": the same}. The last `data.eval_rows` blocks of the text are held out, or
+    the first ones of `data.eval_split` are taken; `data.rows` limits the training blocks.
 
     Raises:
-        RecipeError: a text that cannot be read, has no such column, or is too short.
+        RecipeError: a text that cannot be read, lacks the column, or is too short.
     """
     if section.streaming:
         return _streamed(section, tokenizer)
@@ -99,7 +99,7 @@ def text_blocks(section: DataSection, tokenizer: Any) -> tuple[Any, Any, TextCou
 
 
 def documents(section: DataSection, split: str) -> Iterator[str]:
-    """The documents of a source that is not streamed."""
+    """The documents of a source that is not streamed, in order; empty ones are skipped."""
     path = Path(section.name)
     if section.name == BUILTIN:
         from .wordproblems import pretrain_text
@@ -114,15 +114,15 @@ def documents(section: DataSection, split: str) -> Iterator[str]:
         return
     loader = LOADERS.get(path.suffix.lower())
     try:
-        table = (
+        data_set = (
             load_dataset(loader, data_files={split: os.fspath(path)}, split=split)
             if loader
             else load_dataset(section.name, section.subset, split=split)
         )
     except Exception as error:  # the loaders raise whatever their file systems and parsers raise
         raise RecipeError(f"data.name={section.name!r}, split {split!r}: cannot be loaded: {error}") from error
-    column = _column(section, table.column_names)
-    for row in table:
+    column = _column(section, data_set.column_names)
+    for row in data_set:
         if isinstance(row[column], str) and row[column]:
             yield row[column]
 
@@ -135,18 +135,18 @@ def _column(section: DataSection, names: list[str]) -> str:
 
 
 def _blocks(texts: Iterable[str], tokenizer: Any, length: int, most: int | None = None) -> tuple[np.ndarray, TextCounts]:
-    """(blocks, length) int32, the first `most` of them."""
+    """Blocks as (blocks, length) int32, only the first `most` of them, and the counts."""
     parts: list[np.ndarray] = []
-    number = tokens = 0
+    read = tokens = 0
     for text in texts:
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         parts.append(np.array([*ids, tokenizer.eos_token_id], np.int32))
-        number, tokens = number + 1, tokens + len(ids) + 1
+        read, tokens = read + 1, tokens + len(ids) + 1
         if most is not None and tokens >= most * length:
             break
     stream = np.concatenate(parts) if parts else np.zeros(0, np.int32)
     whole = len(stream) // length if most is None else min(most, len(stream) // length)
-    return stream[: whole * length].reshape(whole, length), TextCounts(number, tokens, whole, tokens - whole * length)
+    return stream[: whole * length].reshape(whole, length), TextCounts(read, tokens, whole, tokens - whole * length)
 
 
 def _data_set(blocks: np.ndarray) -> Dataset:
@@ -159,17 +159,17 @@ def _streamed(section: DataSection, tokenizer: Any) -> tuple[IterableDataset, Da
         return {"input_ids": blocks.tolist(), "labels": blocks.tolist()}
 
     try:
-        table = load_dataset(section.name, section.subset, split=section.split, streaming=True)
-        names = table.column_names or list(next(iter(table)))
+        data_set = load_dataset(section.name, section.subset, split=section.split, streaming=True)
+        names = data_set.column_names or list(next(iter(data_set)))
         _column(section, names)
-        stream = table.map(packed, batched=True, batch_size=STREAMED_AT_A_TIME, remove_columns=names).with_format("torch")
+        stream = data_set.map(packed, batched=True, batch_size=STREAMED_AT_A_TIME, remove_columns=names).with_format("torch")
         if not section.eval_rows:
             return stream, None, None
-        held = load_dataset(section.name, section.subset, split=section.eval_split, streaming=True)
-        texts = (row[str(section.text)] for row in held)
+        held_out = load_dataset(section.name, section.subset, split=section.eval_split, streaming=True)
+        texts = (row[str(section.text)] for row in held_out)
         blocks, _ = _blocks(texts, tokenizer, section.max_length, section.eval_rows)
     except RecipeError:
         raise
-    except Exception as error:
+    except Exception as error:  # as above
         raise RecipeError(f"data.name={section.name!r}: cannot be streamed: {error}") from error
     return stream, _data_set(blocks), None

@@ -1,4 +1,4 @@
-"""YAML as its version 1.2 reads plain scalars, by safe loading."""
+"""Safe YAML loading with the plain scalars of YAML 1.2."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import yaml
 
 
 class Yaml12(yaml.SafeLoader):
-    """Safe loading with YAML 1.2's plain scalars: ``2e-5`` is a float, ``on`` and ``1:30`` are strings, ``010`` is 10.
+    """A safe loader for YAML 1.2's plain scalars: ``2e-5`` is a float, ``on`` and ``1:30`` are strings, ``010`` is 10.
 
-    A key that stands twice in a section is refused, where plain YAML takes the last.
+    A duplicate key in a mapping is refused; PyYAML would take the last value.
     """
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
-        if twice is not None:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} stands twice", node.start_mark)
+        duplicate = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+        if duplicate is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"duplicate key {duplicate!r}", node.start_mark)
         return super().construct_mapping(node, deep)
 
 

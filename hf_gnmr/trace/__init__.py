@@ -1,4 +1,4 @@
-"""A run's trace, and everything that is made from it alone: figures, replays, thresholds, the page.  No torch."""
+"""A run's trace, and everything computed from it alone: figures, replays, thresholds, the page.  Never imports torch."""
 
 from __future__ import annotations
 

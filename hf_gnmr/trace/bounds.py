@@ -1,4 +1,4 @@
-"""Intervals of rates, and the terms of the paper's Theorem 2; for `diagnose`."""
+"""Intervals of rates, and the terms of the paper's Theorem 2; for `theorems`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def block_interval(hits: np.ndarray, numbers: np.ndarray) -> tuple[float, float]
         hits, numbers: per step, (S,).
 
     Returns:
-        Wilson's interval where there are fewer than ten blocks with an event; never narrower than it.
+        low and high; Wilson's interval where fewer than ten blocks have an event, and never narrower than it.
     """
     low, high = wilson(int(hits.sum()), int(numbers.sum()))
     blocks = np.array_split(np.arange(len(hits)), max(1, min(100, len(hits) // 20)))
@@ -25,8 +25,8 @@ def block_interval(hits: np.ndarray, numbers: np.ndarray) -> tuple[float, float]
     if len(table) < 10:
         return low, high
     drawn = table[np.random.default_rng(0).integers(0, len(table), (1000, len(table)))].sum(axis=1)
-    below, above = np.quantile(drawn[:, 0] / drawn[:, 1], [0.025, 0.975])
-    return min(low, float(below)), max(high, float(above))
+    lower, upper = np.quantile(drawn[:, 0] / drawn[:, 1], [0.025, 0.975])
+    return min(low, float(lower)), max(high, float(upper))
 
 
 def wilson(hits: int, number: int, z: float = 1.959964) -> tuple[float, float]:
@@ -40,7 +40,7 @@ def wilson(hits: int, number: int, z: float = 1.959964) -> tuple[float, float]:
 
 
 def psi1(norms: Floats) -> float:
-    """ψ₁ norm of n / mean(n) − 1: the least K with mean exp(|x| / K) ≤ 2; 0 for constant norms, nan for none."""
+    """ψ₁ norm of n / mean(n) − 1: the smallest K with mean exp(|x| / K) ≤ 2; 0 for constant norms, nan without a norm."""
     if len(norms) == 0 or norms.mean() == 0:
         return math.nan
     x = np.abs(norms / norms.mean() - 1)
@@ -54,13 +54,13 @@ def psi1(norms: Floats) -> float:
 
 
 def bound_terms(c: float, alpha: float, kappas: Floats, counts: Floats) -> tuple[float, float]:
-    """The theorem's two terms, mean over units and steps with a history.
+    """The two terms of Theorem 2's bound, mean over units and steps with a history.
 
     Args:
         c: the theorem's constant.
         alpha: the threshold.
         kappas: κ_b, (U,).
-        counts: observations of each unit, (U,): t - 1 runs from 1 to one less.
+        counts: observations of each unit, (U,); t − 1 runs from 1 to `counts` − 1.
     """
     epsilon, lengths = alpha - 1, counts - 1
 
@@ -78,7 +78,7 @@ def bound_terms(c: float, alpha: float, kappas: Floats, counts: Floats) -> tuple
 
 
 def largest_c(measured: float, alpha: float, kappas: Floats, counts: Floats) -> float:
-    """The largest c with which the bound is not below what was measured; inf where nothing was."""
+    """The largest c for which the bound is not below the measured exceedance; inf where that is 0."""
     if measured == 0:
         return math.inf
     low, high = 0.0, 1.0

@@ -1,9 +1,9 @@
 """Thresholds that meet a target on a trace: ``hf-gnmr calibrate TRACE --promotion-ratio 0.01``.
 
-α and β are taken as the same upper quantile of GNMR and of ΔGNMR, so that both have an equal say; how high a quantile is
-found by replaying.  Blocks of steps all over the run are held out and show how the thresholds carry over to steps that they
-were not fitted to; the figure over tenths of the run shows how it moves in time.  Open loop, as every replay: norms would
-have differed under other choices.
+α and β are the same upper quantile of GNMR and of ΔGNMR, so that both weigh the same; which quantile is determined by
+replays.  Blocks of steps spread over the run are held out and show how the thresholds generalise to steps that they were not
+fitted to; the figure over tenths of the run shows how it changes in time.  Open loop, like every replay: norms would have
+differed under other choices.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from .replay_table import NOTE
 from .series import Series, read_series
 
 FIRST_PHASES = (0.1, 0.05, 0.025)
-"""Shares of the steps that may get an α of their own, the paper's 0.025 among them."""
+"""Shares of the steps that may get a separate α, the paper's 0.025 among them."""
 TARGETS = {
     "promotion_ratio": "promotion ratio",
     "bytes_per_step": "ΔM a step, mean",
     "exceedance": "exceedance of α and of β",
 }
 TOLERANCE = 0.1
-"""Relative distance from the target, on the steps that were fitted to, up to which it counts as met."""
+"""Relative distance from the target, on the fitted steps, up to which it counts as met."""
 BLOCKS = 50
-"""Blocks of steps that the run is cut into, for holding some of them out."""
+"""Number of blocks of steps, some of which are held out."""
 
 
 @dataclass
 class Proposal:
-    """Thresholds, and what they come to on the trace."""
+    """Thresholds, and the target figure that they reach on the trace."""
 
     target: str
     """One of `TARGETS`."""
@@ -53,53 +53,53 @@ class Proposal:
     settings: dict[str, Any]
     """Fields of `GNMRConfig`."""
     fitted: float
-    """What the target figure is on the steps that were fitted to."""
+    """The target figure on the fitted steps."""
     held_out: float
     """The same on the held-out steps."""
     met: bool
-    """Whether `fitted` is within `TOLERANCE` of what was asked for."""
+    """Whether `fitted` is within `TOLERANCE` of the target."""
     tenths: list[float]
-    """The same over tenths of the run, in their order."""
+    """The same over each tenth of the run, in order."""
     steps: tuple[int, int]
-    """How many steps were fitted to and held out."""
+    """Numbers of fitted and of held-out steps."""
 
 
 def calibrate(
     series: Series, target: str, wanted: float, *, held_out: float = 0.3, beta: bool | None = None, max_o: Any = None
 ) -> Proposal:
-    """Find thresholds.
+    """Find thresholds that meet a target.
 
     Args:
         series: the trace.
         target: one of `TARGETS`.
         wanted: its value: a share, or bytes.
-        held_out: share of the steps, in blocks all over the run, that is not fitted to.
+        held_out: share of the steps, in blocks spread over the run, that is not fitted.
         beta: whether Δ-GNMR is used; None: as recorded.
         max_o: maxO; None: as recorded.
 
     Raises:
-        ConfigError: a target that cannot be met, or a trace that does not tell enough.
+        ConfigError: a target that cannot be met, or a trace that lacks what it needs.
     """
     size = len(series)
     if not 0 < held_out < 1:
-        raise ConfigError(f"held_out={held_out!r}: a share between 0 and 1 is allowed")
+        raise ConfigError(f"held_out={held_out!r}: expected a share between 0 and 1")
     held = held_out_steps(size, held_out)
     fit = ~held
     if fit.sum() < 50 or held.sum() < 20:
-        raise ConfigError(f"{size} steps, {held.sum()} held out: at least 50 to fit to and 20 held out are needed")
+        raise ConfigError(f"{size} steps, {held.sum()} of them held out: expected at least 50 to fit and 20 held out")
     mask = series.recoverable
     if not mask.any():
         raise ConfigError(f"{series.path}: no recoverable unit, nothing to choose")
     if target == "bytes_per_step" and not mean_recovery_bytes(series, np.ones_like(series.active)):
-        raise ConfigError(f"{series.path} does not tell what lifted units add, or they add nothing: use another target")
+        raise ConfigError(f"{series.path} does not record what lifted units add, or they add nothing: use another target")
     config = recorded_config(series)
     with_beta = config.beta is not None if beta is None else beta
     total = series.header.get("total_steps") or size
     usable = series.counted & fit
     count = int(mask.sum())
     if isinstance(max_o, int) and max_o > count:
-        raise ConfigError(f"max_o={max_o}: the trace has {count} recoverable units, at most that is allowed")
-    more = {} if max_o is None else {"max_o": max_o}
+        raise ConfigError(f"max_o={max_o}: expected at most {count}, the trace's number of recoverable units")
+    budget = {} if max_o is None else {"max_o": max_o}
 
     def settings(quantile: float) -> dict[str, Any]:
         b = _upper(series.delta_gnmr[usable][:, mask], quantile) if with_beta else None
@@ -107,12 +107,12 @@ def calibrate(
             early = usable & (series.step <= math.ceil(share * total))
             alpha = _upper(series.gnmr[usable & ~early][:, mask], quantile)
             reached = exceedance(series.gnmr[early][:, mask], np.full(int(early.sum()), alpha))
-            # Early norms are set against a short history, while the learning rate still grows.
+            # Early norms are compared with a short history, while the learning rate still grows.
             if reached is not None and reached > 2 * quantile:
                 init = max(alpha, _upper(series.gnmr[early][:, mask], quantile))
-                return {"alpha": alpha, "beta": b, "alpha_init": init, "alpha_init_fraction": share, **more}
+                return {"alpha": alpha, "beta": b, "alpha_init": init, "alpha_init_fraction": share, **budget}
         alpha = _upper(series.gnmr[usable][:, mask], quantile)
-        return {"alpha": alpha, "beta": b, "alpha_init": alpha, "alpha_init_fraction": 0.0, **more}
+        return {"alpha": alpha, "beta": b, "alpha_init": alpha, "alpha_init_fraction": 0.0, **budget}
 
     def run(quantile: float) -> Replay:
         return replay(series, settings(quantile))
@@ -120,21 +120,21 @@ def calibrate(
     figure = _figure(target, series)
     if target == "exceedance":
         if not 0 < wanted < 1:
-            raise ConfigError(f"exceedance={wanted!r}: a share between 0 and 1 is allowed")
+            raise ConfigError(f"exceedance={wanted!r}: expected a share between 0 and 1")
         quantile = wanted
     else:
         quantile = _search(lambda q: figure(run(q), fit), wanted, target)
-    found = run(quantile)
+    replayed = run(quantile)
     tenth = np.minimum(np.arange(size) * 10 // size, 9)
-    fitted = figure(found, fit)
+    fitted = figure(replayed, fit)
     return Proposal(
         target,
         wanted,
-        found.config.to_dict(),
+        replayed.config.to_dict(),
         fitted,
-        figure(found, held),
+        figure(replayed, held),
         abs(fitted / wanted - 1) <= TOLERANCE,
-        [figure(found, tenth == i) for i in range(10)],
+        [figure(replayed, tenth == i) for i in range(10)],
         (int(fit.sum()), int(held.sum())),
     )
 
@@ -148,28 +148,28 @@ def held_out_steps(size: int, share: float) -> Bools:
 def _figure(target: str, series: Series) -> Callable[[Replay, Bools], float]:
     """The target figure of a replay over some of the lines."""
 
-    def figure(found: Replay, rows: Bools) -> float:
+    def figure(replayed: Replay, rows: Bools) -> float:
         if target == "exceedance":  # of α; β's is the same share of ΔGNMR by construction
             counted = rows & series.counted
-            return exceedance(found.gnmr[counted][:, series.recoverable], found.alpha[counted]) or 0.0
-        value = found.figures(series, rows)["promotion_ratio" if target == "promotion_ratio" else "mean_recovery_bytes"]
+            return exceedance(replayed.gnmr[counted][:, series.recoverable], replayed.alpha[counted]) or 0.0
+        value = replayed.figures(series, rows)["promotion_ratio" if target == "promotion_ratio" else "mean_recovery_bytes"]
         return float(value or 0.0)
 
     return figure
 
 
 def _upper(scores: np.ndarray, share: float) -> float:
-    """The score that a share of the pairs reaches, to four digits; above it where many pairs tie, and reach it all at once.
+    """The score that a share of the pairs reaches, to four digits; just above it where many pairs tie at that score.
 
     Pairs whose norm is not finite reach every score.
     """
     seen = scores[~np.isnan(scores)]
     if not np.isfinite(seen).any():
-        raise ConfigError("no finite score in the steps to fit to")
+        raise ConfigError("no finite score in the steps to fit")
     value = float(np.quantile(seen, 1 - min(share, 1.0), method="lower"))
     if math.isinf(value):
         broken = float(np.isinf(seen).mean())
-        raise ConfigError(f"a share of {share:.3g} cannot be had: norms that are not finite are {broken:.3g} of all")
+        raise ConfigError(f"a share of {share:.3g} cannot be reached: norms that are not finite are {broken:.3g} of all")
     digits = 4 - math.ceil(math.log10(value)) if value > 0 else 4
     least = 10.0**-digits
     value = max(math.ceil(value * 10**digits) / 10**digits, least)
@@ -182,12 +182,12 @@ def _upper(scores: np.ndarray, share: float) -> float:
 def _search(ratio: Callable[[float], float], wanted: float, target: str) -> float:
     """The quantile at which `ratio` is `wanted`, by bisection on its logarithm."""
     if not wanted > 0:
-        raise ConfigError(f"{target}={wanted!r}: above 0 is allowed (nothing lifted: max_o=0)")
+        raise ConfigError(f"{target}={wanted!r}: expected a value above 0 (to lift nothing: max_o=0)")
     low, high = 1e-6, 1.0
     most = ratio(high)
     if most < wanted:
         raise ConfigError(
-            f"{target}={wanted!r} cannot be met: with everything triggered it is {most:.4g}; raise max_o, or ask for less"
+            f"{target}={wanted!r} cannot be met: with everything triggered it is {most:.4g}; raise max_o or lower the target"
         )
     for _ in range(24):
         middle = math.sqrt(low * high)
@@ -196,61 +196,63 @@ def _search(ratio: Callable[[float], float], wanted: float, target: str) -> floa
     return low if abs(below - wanted) <= abs(above - wanted) else high
 
 
-def fragment(found: Proposal, command: str, extends: str | None) -> str:
-    """A recipe fragment: a `gnmr` section, and what it came to as a comment."""
-    lines = [f"# {printable(command, 400)}", *(f"# {line}" for line in in_words(found))]
+def fragment(proposal: Proposal, command: str, extends: str | None) -> str:
+    """A recipe fragment: a `gnmr` section, and the figures that it reaches as a comment."""
+    lines = [f"# {printable(command, 400)}", *(f"# {line}" for line in in_words(proposal))]
     if extends is not None:
         lines.append(f"extends: {json.dumps(extends)}")
     lines.append("gnmr:")
-    lines += [f"  {key}: {'null' if value is None else value}" for key, value in found.settings.items()]
+    lines += [f"  {key}: {'null' if value is None else value}" for key, value in proposal.settings.items()]
     return "\n".join(lines) + "\n"
 
 
-def in_words(found: Proposal) -> list[str]:
-    """What was asked for and what it came to."""
+def in_words(proposal: Proposal) -> list[str]:
+    """The target, and what the thresholds reach."""
 
     def amount(value: float) -> str:
-        return f"{value:,.0f} bytes" if found.target == "bytes_per_step" else f"{value:.3%}"
+        return f"{value:,.0f} bytes" if proposal.target == "bytes_per_step" else f"{value:.3%}"
 
-    fit, held = found.steps
+    fit, held = proposal.steps
     lines = [
-        f"{TARGETS[found.target]}: asked for {amount(found.wanted)}; {amount(found.fitted)} on the {fit} steps it was "
-        f"fitted to, {amount(found.held_out)} on the {held} held out",
-        f"over tenths of the run: {', '.join(map(amount, found.tenths))}",
+        f"{TARGETS[proposal.target]}: target {amount(proposal.wanted)}; {amount(proposal.fitted)} on {fit} fitted steps, "
+        f"{amount(proposal.held_out)} on the {held} held out",
+        f"over tenths of the run: {', '.join(map(amount, proposal.tenths))}",
     ]
-    if max(found.tenths) > 3 * min(found.tenths):
-        lines.append("it moves along the run: one pair of thresholds does not hold a rate")
-    if not found.met:
+    if max(proposal.tenths) > 3 * min(proposal.tenths):
+        lines.append("it changes along the run: one pair of thresholds does not keep a constant rate")
+    if not proposal.met:
         lines.append(
-            f"NOT MET: {amount(found.fitted)} is as near as thresholds come (ties, norms that are not finite, or a fidelity "
-            "warm-up, which no threshold changes)"
+            f"NOT MET: {amount(proposal.fitted)} is the closest that thresholds reach (ties, norms that are not finite, or "
+            "a fidelity warm-up, which no threshold changes)"
         )
-    elif abs(found.held_out / found.wanted - 1) > 0.25:
-        lines.append("it does not carry over well: the held-out steps differ by more than a quarter")
+    elif abs(proposal.held_out / proposal.wanted - 1) > 0.25:
+        lines.append("it does not generalise well: the held-out steps differ by more than a quarter")
     return [*lines, NOTE]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; returns the exit status (1: the target is not met, 2: something to mend)."""
+    """Command line; returns the exit status (1: the target is not met, 2: an error to fix)."""
     parser = argparse.ArgumentParser(prog="hf-gnmr calibrate", description="Thresholds that meet a target on a trace.")
     parser.add_argument("trace", help="trace.jsonl, or the folder of a run")
-    wanted = parser.add_mutually_exclusive_group(required=True)
-    wanted.add_argument("--promotion-ratio", type=float, metavar="SHARE")
-    wanted.add_argument("--bytes-per-step", metavar="SIZE", help="mean ΔM, e.g. 2GB")
-    wanted.add_argument("--exceedance", type=float, metavar="SHARE", help="of α, and of β")
-    parser.add_argument("--held-out", type=float, default=0.3, metavar="SHARE", help="of the steps, in blocks all over")
+    target_group = parser.add_mutually_exclusive_group(required=True)
+    target_group.add_argument("--promotion-ratio", type=float, metavar="SHARE")
+    target_group.add_argument("--bytes-per-step", metavar="SIZE", help="mean ΔM, e.g. 2GB")
+    target_group.add_argument("--exceedance", type=float, metavar="SHARE", help="of α, and of β")
+    parser.add_argument(
+        "--held-out", type=float, default=0.3, metavar="SHARE", help="of the steps, in blocks over the whole run"
+    )
     parser.add_argument("--beta", choices=["on", "off"], help="default: as recorded")
     parser.add_argument("--max-o", type=_number, help="default: as recorded")
-    parser.add_argument("--extends", metavar="RECIPE", help="write a recipe that extends this one")
-    parser.add_argument("--output", metavar="FILE", help="write the fragment there")
-    parser.add_argument("--json", action="store_true", help="the proposal as JSON")
+    parser.add_argument("--extends", metavar="RECIPE", help="make the fragment a recipe that extends this one")
+    parser.add_argument("--output", metavar="FILE", help="also write the fragment to this file")
+    parser.add_argument("--json", action="store_true", help="print the proposal as JSON")
     options = parser.parse_args(argv)
     try:
         target, value = next((name, v) for name in TARGETS if (v := getattr(options, name)) is not None)
         if target == "bytes_per_step":
             value = float(parse_bytes("--bytes-per-step", value))
         series = read_series(options.trace, strict=False)
-        found = calibrate(
+        proposal = calibrate(
             series,
             target,
             value,
@@ -263,9 +265,9 @@ def main(argv: list[str] | None = None) -> int:
         if extends is not None:
             if not Path(extends).is_file():
                 raise ConfigError(f"--extends {extends}: no such file")
-            # A recipe names the one it extends as seen from its own folder.
+            # The path is relative to the folder of the recipe that contains it.
             extends = os.path.relpath(extends, Path(options.output).resolve().parent if options.output else Path.cwd())
-        text = fragment(found, command, extends)
+        text = fragment(proposal, command, extends)
         if options.output is not None:
             if Path(options.output).exists():
                 raise ConfigError(f"--output {options.output} exists already: name another file")
@@ -275,10 +277,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     series.warn()
     if options.json:
-        print(json.dumps(plain(vars(found)), indent=2))
+        print(json.dumps(plain(vars(proposal)), indent=2))
     else:
         print(text, end="")
-    return 0 if found.met else 1
+    return 0 if proposal.met else 1
 
 
 def _number(text: str) -> int | float:
@@ -289,7 +291,7 @@ def _number(text: str) -> int | float:
     try:
         return float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """Figures of a run, from its trace as arrays (matplotlib, the extra ``report``).
 
-The axis is the optimizer step, cut into at most `COLUMNS` columns of equal width.  Maxima are kept: a column shows the
-highest score, any unit that was lifted, and the range from the lowest to the highest loss in it; more than `ROWS` units
-share rows in the same way.  A column without a line, where steps are missing, stays blank.  Heat maps are pictures of whole
-pixels a cell.
+The axis is the optimizer step, in at most `columns.COLUMNS` columns of equal width.  Maxima are kept: a column shows its
+highest score, any unit that was lifted, and the range from its lowest to its highest loss; more than `ROWS` units share rows
+in the same way.  A column without a line, where steps are missing, stays blank.  Heat-map cells are whole pixels.
 
-Colours that depend on the page's scheme are drawn in stand-ins (`INK`, `FAINT`), which the page replaces.
+Colours that depend on the page's scheme are drawn as placeholders (`INK`, `FAINT`), which the page replaces.
 """
 
 from __future__ import annotations
@@ -13,25 +12,24 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..config import SetupError
 from ..files import printable
+from .columns import Columns, by_rows, moving_mean
 from .metrics import dwell, exceedance_curve, share_active, switches_by_step
 from .series import Series
 
-COLUMNS = 600
 ROWS = 160
 PIXELS = 1200
-"""Least width of a heat map's picture; a browser that draws it smaller blends cells, and loses none."""
+"""Minimum width of a heat map's picture; a browser that draws it smaller blends cells but drops none."""
 INK, FAINT = "#1c2431", "#8a94a4"
-"""Stand-ins for the text's colour and that of lines behind."""
+"""Placeholders for the colours of text and of background lines."""
 LIFTED, LINE, SECOND, LIMIT = "#00a3ff", "#0072b2", "#d55e00", "#cc0000"
 RUNS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
-"""Colours of runs side by side, told apart by colour-blind readers too; with the styles they repeat after 24 runs."""
+"""Colours of runs side by side, distinguishable with colour blindness; with the styles they repeat after 24 runs."""
 STYLES = ("-", "--", ":", "-.")
 
 
@@ -39,12 +37,12 @@ def pyplot() -> Any:
     """matplotlib's pyplot, set up for figures in a page.
 
     Raises:
-        SetupError: matplotlib is not there.
+        SetupError: matplotlib is not installed.
     """
     try:
         import matplotlib
     except ImportError as error:
-        raise SetupError("figures take matplotlib: pip install 'hf-gnmr[report]'") from error
+        raise SetupError("figures need matplotlib: pip install 'hf-gnmr[report]'") from error
     matplotlib.use("Agg", force=True)
     from matplotlib import pyplot as plt
 
@@ -77,44 +75,8 @@ def pyplot() -> Any:
     return plt
 
 
-@dataclass
-class Columns:
-    """The step axis in columns."""
-
-    edges: np.ndarray
-    """(C + 1,): step numbers."""
-    index: np.ndarray
-    """(S,): the column of each line."""
-
-    @classmethod
-    def of(cls, series: Series) -> Columns:
-        """At most `COLUMNS`, over the steps from the first line's to the last one's."""
-        first, last = int(series.step[0]), int(series.step[-1])
-        count = min(COLUMNS, last - first + 1)
-        edges = first + (np.arange(count + 1) * (last - first + 1)) / count
-        index = ((series.step - first) * count) // (last - first + 1)
-        return cls(edges, index)
-
-    @property
-    def there(self) -> np.ndarray:
-        """(C,): columns with a line."""
-        return np.bincount(self.index, minlength=len(self.edges) - 1) > 0
-
-    @property
-    def middle(self) -> np.ndarray:
-        """(C,): where to draw; a column of one step at that step."""
-        return (self.edges[:-1] + self.edges[1:] - 1) / 2
-
-    def reduce(self, values: np.ndarray, by: np.ufunc) -> np.ndarray:
-        """(S, ...) to (C, ...) by a ufunc such as `np.fmax`, which passes over nan; blank columns are nan, or False."""
-        found = by.reduceat(values, np.flatnonzero(np.diff(self.index, prepend=-1)), axis=0)
-        out = np.full((len(self.edges) - 1, *values.shape[1:]), False if values.dtype == bool else np.nan)
-        out[self.there] = found
-        return out.astype(bool) if values.dtype == bool else out
-
-
 def timeline(series: Series) -> Any:
-    """Heat maps of GNMR, with the recovery set, and of ΔGNMR; active units; loss; gradient norm: on one step axis."""
+    """On one step axis: heat maps of GNMR (with the recovery set) and of ΔGNMR, active units, loss, gradient norm."""
     plt = pyplot()
     columns = Columns.of(series)
     tall = _height(len(series.names))
@@ -145,7 +107,7 @@ def timeline(series: Series) -> Any:
 
 
 def _height(units: int) -> float:
-    """Of a heat map, in inches."""
+    """Height of a heat map, in inches."""
     return min(3.4, max(1.1, 0.14 * units))
 
 
@@ -165,7 +127,7 @@ def _heat(
     scale = ScalarMappable(LogNorm(0.5, top, clip=True), plt.get_cmap("magma_r"))
     cells = np.asarray(scale.to_rgba(np.where(np.isfinite(shown), shown, top))).transpose(1, 0, 2)  # not finite: the top
     cells[np.isnan(shown).T] = (0, 0, 0, 0)
-    # Whole pixels: four or more to a cell's height, so that the lowest ones can show who was lifted.
+    # Whole pixels, at least four to a cell's height, so that the lowest ones can mark lifted units.
     wide, high = math.ceil(PIXELS / cells.shape[1]), max(4, math.ceil(240 / rows))
     picture = np.repeat(np.repeat(cells, high, axis=0), wide, axis=1)
     several = "" if group == 1 else f"; {group} units to a row, the highest shown"
@@ -194,11 +156,6 @@ def _heat(
     axis.set_yticks(ticks, [short_name(series.names[i * group]) for i in ticks], fontsize=8)
 
 
-def by_rows(values: np.ndarray, group: int, by: np.ufunc) -> np.ndarray:
-    """(C, U) to (C, rows): each row `group` units together."""
-    return values if group == 1 else by.reduceat(values, np.arange(0, values.shape[1], group), axis=1)
-
-
 def _log(set_scale: Callable[[str], None], axis: Any) -> None:
     """A logarithmic axis with plain numbers: 1, 2 and 5 of each decade, or the decades alone where there are many."""
     from matplotlib.ticker import LogLocator, NullFormatter
@@ -212,7 +169,7 @@ def _log(set_scale: Callable[[str], None], axis: Any) -> None:
 
 
 def short_name(name: str) -> str:
-    """A unit's name without what all have in common."""
+    """A unit's name without the parts that most names share."""
     parts = [p for p in name.split(".") if p not in ("model", "layers", "self_attn", "mlp", "transformer", "h", "decoder")]
     return printable(".".join(parts) or name, 24)
 
@@ -220,7 +177,7 @@ def short_name(name: str) -> str:
 def _curve(
     axis: Any,
     values: np.ndarray,
-    given: np.ndarray,
+    recorded: np.ndarray,
     columns: Columns,
     color: str,
     label: str | None = None,
@@ -235,45 +192,33 @@ def _curve(
         mean = moving_mean(finite, columns)
         dot = "." if len(columns.middle) < 60 else None
         axis.plot(columns.middle, mean, color=color, linewidth=1.5, label=label, linestyle=style, marker=dot)
-    broken = given & ~np.isfinite(values)
+    broken = recorded & ~np.isfinite(values)
     if broken.any():
         at = np.unique(columns.index[broken])
         place = np.nanmax(finite) if np.isfinite(finite).any() else 1.0
         axis.plot(columns.middle[at], np.full(len(at), place), "x", color=LIMIT, markersize=5)
 
 
-def moving_mean(values: np.ndarray, columns: Columns) -> np.ndarray:
-    """Mean of the finite values (S,) in a window of columns around each, (C,); nan where a column has none."""
-    count, there = len(columns.edges) - 1, np.isfinite(values)
-    sums = np.bincount(columns.index[there], values[there], minlength=count)
-    numbers = np.bincount(columns.index[there], minlength=count).astype(float)
-    half = max(0, count // 200)
-    summed = [np.concatenate([[0.0], np.cumsum(x)]) for x in (sums, numbers)]
-    low, high = np.maximum(np.arange(count) - half, 0), np.minimum(np.arange(count) + half + 1, count)
-    total, number = (s[high] - s[low] for s in summed)
-    return np.where(numbers > 0, total / np.maximum(number, 1), np.nan)
-
-
 def histograms(series: Series) -> Any:
     """How long units stay on the recovery path, and how many switch in a step."""
     plt = pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(8.6, 2.5), layout="constrained")
-    counts = {int(k): v for k, v in dwell(series.active, series.adjacent)["counts"].items()}
+    dwells = {int(k): v for k, v in dwell(series.active, series.adjacent)["counts"].items()}
     switched = switches_by_step(series).astype(int)
-    numbers = {int(k): int(v) for k, v in zip(*np.unique(switched, return_counts=True), strict=True)}
-    for axis, found, title, label in (
-        (axes[0], counts, "dwell", "consecutive steps on the recovery path"),
-        (axes[1], numbers, "switches", "units that switch in a step"),
+    switches = {int(k): int(v) for k, v in zip(*np.unique(switched, return_counts=True), strict=True)}
+    for axis, numbers, title, label in (
+        (axes[0], dwells, "dwell", "consecutive steps on the recovery path"),
+        (axes[1], switches, "switches", "units that switch in a step"),
     ):
-        axis.set_title(title + ("" if found else ": none"))
+        axis.set_title(title + ("" if numbers else ": none"))
         axis.set_xlabel(label)
-        _bars(axis, found)
+        _bars(axis, numbers)
         axis.grid(True, axis="y")
     return figure
 
 
 def _bars(axis: Any, counts: dict[int, int]) -> None:
-    """Bars of whole numbers; the longest tails share the last bar."""
+    """Bars at whole numbers; the tail shares the last bar."""
     if not counts:
         return
     last = 20
@@ -303,7 +248,7 @@ def exceedances(series: Series) -> Any:
     for name, label, color in (("gnmr", "GNMR", LINE), ("delta_gnmr", "ΔGNMR", SECOND)):
         shares = np.array([np.nan if s is None or s == 0 else s for s in curves[name]], dtype=float)
         axis.plot(thresholds, shares, color=color, label=label if np.isfinite(shares).any() else f"{label} (never)")
-    for level, (name, values, color) in enumerate(limits):  # each at a height of its own, as α and β may be the same
+    for level, (name, values, color) in enumerate(limits):  # at separate heights, as α and β may be equal
         for value in np.unique(values[np.isfinite(values)])[:3]:
             axis.axvline(value, color=color, linewidth=1, linestyle="--")
             place = (value, 1 - 0.12 * level)
@@ -328,7 +273,7 @@ def comparison(runs: Sequence[Series], labels: Sequence[str]) -> Any:
     looks = itertools.cycle([(color, style) for style in STYLES for color in RUNS])
     for series, label, (color, style) in zip(runs, labels, looks, strict=False):
         columns = Columns.of(series)
-        # matplotlib leaves names that begin with an underscore out of a legend.
+        # The space: matplotlib omits names that begin with an underscore from a legend.
         _curve(axes[0], series.loss, series.loss_given, columns, color, printable(f" {label}", 60), style)
         axes[1].plot(columns.middle, moving_mean(share_active(series), columns), color=color, linestyle=style, linewidth=1.4)
     axes[0].set_title("loss (bold: moving mean)")

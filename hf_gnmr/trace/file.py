@@ -1,7 +1,12 @@
-"""The trace of a run: a header line, then one JSON line a step, flushed as it is written.
+"""The trace of a run: a header line, then one JSON line per step, flushed as it is written.
 
-Whatever happens to the process, the lines of finished steps are on file; at worst the last line is cut, and reading
-says so.  Values that are not finite are the strings "inf", "-inf" and "nan", so every line is plain JSON.
+Whatever happens to the process, the lines of finished steps are on file; at worst the last line is cut, which reading
+reports.  Values that are not finite are the strings "inf", "-inf" and "nan", so every line is plain JSON.
+
+A step's line holds its scalar fields (`fields.SCALARS`), one float per unit for each of `series.VECTORS` (null where it has
+none), `skipped` (why the controller did not count the step, or null), and two lists of unit indices: `triggered`,
+the units that triggered at the end of the step, and `active`, the units on the recovery path *during* the step.  What
+`controller.Decision` calls `active` is the set for the *next* step: it is `active` of the line that follows.
 """
 
 from __future__ import annotations
@@ -24,34 +29,34 @@ class TraceError(FileError):
 
 @dataclass
 class Trace:
-    """A trace as read."""
+    """A trace as read from its file."""
 
     path: Path
     header: dict[str, Any]
     steps: list[dict[str, Any]]
     cut: bool
-    """The last line was not complete and was left out."""
+    """The last line was incomplete and was left out."""
 
 
 class TraceWriter:
     """Appends to one trace file.
 
     Args:
-        path: the file. One that exists is never overwritten: it is moved to ``trace.1.jsonl`` and so on, unless
+        path: the file. An existing one is never overwritten: it is renamed to ``trace.1.jsonl`` and so on, unless
             `resume_after` is given.
         header: the header's fields (without `schema`).
-        resume_after: continue the file after this step; lines of later steps, which the resumed run takes again, are set
-            aside in ``trace.after-step-N.jsonl``. None, or a file of another run: a new trace.
+        resume_after: continue the file after this step; lines of later steps, which the resumed run repeats, are moved to
+            ``trace.after-step-N.jsonl``. None, or a file of another run: a new trace.
     """
 
     def __init__(self, path: str | os.PathLike[str], header: dict[str, Any], resume_after: int | None = None) -> None:
         self.path = Path(path)
         self.set_aside: Path | None = None
-        """Where lines that stood in the way went."""
+        """File that holds an earlier trace, or the lines removed from it; None: there were none."""
         self.continued = False
-        """Whether an earlier trace goes on."""
+        """Whether an earlier trace is continued."""
         self.missing = 0
-        """Steps up to `resume_after` that the earlier trace has no lines of."""
+        """Steps up to `resume_after` without a line in the earlier trace."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if resume_after is not None and _same_run(self.path, header):
             self.set_aside, last = _cut_after(self.path, resume_after)
@@ -65,26 +70,26 @@ class TraceWriter:
         self.write({"schema": SCHEMA, **header})
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one line and hand it to the operating system."""
+        """Append one line and flush it to the operating system."""
         self._file.write(json.dumps(plain(record), allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file; may be called twice."""
+        """Close the file; may be called more than once."""
         self._file.close()
 
 
 class TraceLines:
-    """A trace's header, and its lines one at a time; floats come back exactly, "inf" and "nan" strings stay strings.
+    """A trace's header, and its lines one at a time; floats are read back exactly, "inf" and "nan" stay strings.
 
     Raises:
-        TraceError: no such file, no header, a foreign schema; and, while lines are read, a broken one other than the last.
+        TraceError: no such file, no header, another schema; and, while lines are read, a broken one other than the last.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.cut = False
-        """The last line was not complete and was left out (known once all lines are read)."""
+        """The last line was incomplete and was left out (known once all lines are read)."""
         if not self.path.is_file():
             raise TraceError(f"{self.path}: no such trace")
         with self.path.open("rb") as file:
@@ -93,9 +98,7 @@ class TraceLines:
             raise TraceError(f"{self.path}: empty or cut within its header, no step can be read")
         self.header = record_of(first, f"{self.path}, line 1")
         if self.header.get("schema") != SCHEMA:
-            raise TraceError(
-                f"{self.path}: schema {self.header.get('schema')!r}, {SCHEMA} can be read; is this a GNMR trace?"
-            )
+            raise TraceError(f"{self.path}: schema {self.header.get('schema')!r}, expected {SCHEMA}; is this a GNMR trace?")
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         with self.path.open("rb") as file:
@@ -111,10 +114,10 @@ class TraceLines:
 
 
 def record_of(line: bytes, where: str) -> dict[str, Any]:
-    """A line of a trace.
+    """Parse a line of a trace.
 
     Raises:
-        TraceError: it is no JSON object; `where` is named.
+        TraceError: not a JSON object; the message begins with `where`.
     """
     try:
         record = json.loads(line)
@@ -126,13 +129,17 @@ def record_of(line: bytes, where: str) -> dict[str, Any]:
 
 
 def check_header(header: dict[str, Any], path: Path) -> None:
-    """Raise TraceError for a header that lacks what figures are worked out from."""
+    """Check that a header has what figures are computed from; makes the units' names printable.
+
+    Raises:
+        TraceError: naming file, key and value.
+    """
     units = header.get("units")
     if not isinstance(units, list) or not units or not all(isinstance(unit, dict) for unit in units):
         raise TraceError(f"{path}: the header has no list of units")
-    wanted = {"name": str, "layer": int, "recoverable": bool, "bytes_low": int, "bytes_recovery": int}
+    expected = {"name": str, "layer": int, "recoverable": bool, "bytes_low": int, "bytes_recovery": int}
     for number, unit in enumerate(units):
-        for key, kind in wanted.items():
+        for key, kind in expected.items():
             if not isinstance(unit.get(key), kind):
                 raise TraceError(f"{path}: unit {number} of the header has {key}={unit.get(key)!r}")
         unit["name"] = printable(unit["name"])
@@ -149,11 +156,11 @@ HEADER: dict[str, Any] = {
     "census": dict,
     "total_steps": (int, type(None)),
 }
-"""What a header holds, and of what type."""
+"""Required fields of a header, and their types."""
 
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
-    """Read a whole trace back, a dictionary a line.
+    """Read a whole trace, one dictionary per line.
 
     Raises:
         TraceError: see `TraceLines`.
@@ -175,10 +182,10 @@ def _same_run(path: Path, header: dict[str, Any]) -> bool:
 
 
 def _cut_after(path: Path, step: int) -> tuple[Path | None, int]:
-    """Keep the header and the lines up to `step`; move the rest, a broken tail included, to a file of its own.
+    """Keep the header and the lines up to `step`; move the rest, including a broken tail, to a separate file.
 
     Returns:
-        that file (None: there was no rest), and the step of the last line that was kept (0: none).
+        that file (None: no lines were moved), and the step of the last line that was kept (0: none).
     """
     lines = path.read_bytes().splitlines(keepends=True)
     kept: list[bytes] = []

@@ -1,7 +1,7 @@
 """A running job in the terminal: ``hf-gnmr report RUN --follow``.
 
-Reads what has been added to the trace, twice a second.  On a terminal the last step is drawn in place: the units of highest
-risk with a bar each.  Into a pipe or a file it is one line a step.
+Reads what is appended to the trace, twice a second.  On a terminal the last step is drawn in place: the units of highest
+risk, with a bar each.  Into a pipe or a file it prints one line per step.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..files import printable
 from .file import SCHEMA, TraceError, check_header, record_of
 
 QUIET = 120.0
-"""Seconds without a step after which that is said."""
+"""Seconds without a step after which a note is printed."""
 ROWS = 12
-"""Units that are drawn at the most."""
+"""Most units that are drawn."""
 
 
 class Tail:
-    """The records of a trace that grows; a new file under the same name is read from its beginning."""
+    """The records of a growing trace; a new file under the same name is read from its beginning."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -33,10 +33,10 @@ class Tail:
         self._inode: int | None = None
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """Whole lines that have come since the last call.
+        """Complete lines appended since the last call.
 
         Raises:
-            TraceError: a line that is no record.
+            TraceError: a line that is not a JSON object.
         """
         try:
             with self.path.open("rb") as file:
@@ -53,63 +53,82 @@ class Tail:
             return
 
 
+class Screen:
+    """Where steps are shown: drawn in place on a terminal, else a line each."""
+
+    def __init__(self, path: Path, out: TextIO) -> None:
+        self.path = path
+        self.out = out
+        self.in_place = out.isatty()
+        self.header: dict[str, Any] | None = None
+        self._drawn = 0  # lines that the next drawing replaces
+
+    def show(self, records: Iterator[dict[str, Any]]) -> bool:
+        """Show some records of the trace; returns whether a step was among them.
+
+        Raises:
+            TraceError: no header, another schema, or a line that is not a step's.
+        """
+        lines: list[str] = []
+        for record in records:
+            if "schema" in record:
+                if record["schema"] != SCHEMA:
+                    raise TraceError(f"{self.path}: schema {record['schema']!r}, expected {SCHEMA}")
+                check_header(record, self.path)
+                self.header, self._drawn = record, 0
+                continue
+            if self.header is None:
+                raise TraceError(f"{self.path}: no header; is this a GNMR trace?")
+            try:
+                lines = panel(self.header, record, shutil.get_terminal_size().columns)
+                line = line_of(self.header, record)
+            except (KeyError, TypeError, ValueError, IndexError) as error:
+                raise TraceError(f"{self.path}, step {record.get('step')!r}: not a step's line ({error})") from error
+            if not self.in_place:
+                self.say(line)
+        if lines and self.in_place:
+            # Move up over the previous drawing, and clear to the end of the screen.
+            print(f"\x1b[{self._drawn}F\x1b[J" if self._drawn else "", end="", file=self.out)
+            self.say("\n".join(lines))
+            self._drawn = len(lines)
+        return bool(lines)
+
+    def say(self, text: str) -> None:
+        print(text, file=self.out, flush=True)
+
+
 def follow(run: Path, out: TextIO | None = None, *, every: float = 0.5, patience: float = math.inf) -> int:
-    """Show a run until it ends (its summary is written, and nothing came since) or Ctrl-C.
+    """Show a run until it ends (its summary is written and no line follows) or Ctrl-C.
 
     Args:
-        run: folder of the run, which may not be there yet, or its trace.
-        out: where to; None: standard output.
-        every: seconds between looks.
+        run: folder of the run, which need not exist yet, or its trace.
+        out: where to print; None: standard output.
+        every: seconds between reads.
         patience: seconds without a new line after which to stop.
 
     Returns:
         the exit status.
 
     Raises:
-        TraceError: a file that is no trace.
+        TraceError: a file that is not a trace.
     """
-    out = sys.stdout if out is None else out
     path = run if run.suffix == ".jsonl" else run / "trace.jsonl"
-    in_place = out.isatty()
-    tail, header, drawn, quiet, told = Tail(path), None, 0, time.monotonic(), False
-    lines: list[str] = []
     if not path.parent.parent.is_dir():
         raise TraceError(f"{path.parent.parent}: no such folder")
+    tail, screen = Tail(path), Screen(path, sys.stdout if out is None else out)
     if not path.exists():
-        print(f"waiting for {path}", file=out, flush=True)
+        screen.say(f"waiting for {path}")
+    last_step, noted = time.monotonic(), False
     try:
         while True:
-            latest = None
-            for record in tail.new():
-                if "schema" in record:
-                    if record["schema"] != SCHEMA:
-                        raise TraceError(f"{path}: schema {record['schema']!r}, {SCHEMA} can be read")
-                    check_header(record, path)
-                    header, drawn = record, 0
-                    continue
-                if header is None:
-                    raise TraceError(f"{path}: no header; is this a GNMR trace?")
-                latest = record
-                try:
-                    lines = panel(header, record, shutil.get_terminal_size().columns)
-                    line = line_of(header, record)
-                except (KeyError, TypeError, ValueError, IndexError) as error:
-                    raise TraceError(f"{path}, step {record.get('step')!r}: not a step's line ({error})") from error
-                if not in_place:
-                    print(line, file=out, flush=True)
-            if latest is not None:
-                quiet, told = time.monotonic(), False
-                if in_place:
-                    # Up over what was drawn last, and clear to the end of the screen.
-                    print(f"\x1b[{drawn}F\x1b[J" if drawn else "", end="", file=out)
-                    print("\n".join(lines), file=out, flush=True)
-                    drawn = len(lines)
-            elif _ended(path) or time.monotonic() - quiet > patience:
+            quiet = time.monotonic() - last_step
+            if screen.show(tail.new()):
+                last_step, noted = time.monotonic(), False
+            elif _ended(path) or quiet > patience:
                 return 0
-            elif time.monotonic() - quiet > QUIET and not told and path.exists():
-                told = True
-                text = f"no new step for {QUIET:.0f} s: a long one, or the run is gone (Ctrl-C ends this)"
-                print(text, file=out, flush=True)
+            elif quiet > QUIET and not noted and path.exists():
+                noted = True
+                screen.say(f"no new step for {QUIET:.0f} s: a long one, or the run is gone (Ctrl-C to stop)")
             time.sleep(every)
     except KeyboardInterrupt:
         return 0
@@ -142,7 +161,7 @@ def line_of(header: dict[str, Any], record: dict[str, Any]) -> str:
 
 
 def panel(header: dict[str, Any], record: dict[str, Any], width: int) -> list[str]:
-    """One step as a table of the units of highest risk, at most `width` columns."""
+    """One step as a table of the units of highest risk, at most `width` characters wide."""
     lines = [line_of(header, record)]
     if record["skipped"] is None:
         share = record["controller_ms"] / record["step_ms"] if record["step_ms"] else 0.0

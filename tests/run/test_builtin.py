@@ -1,9 +1,8 @@
-"""The built-in base: made once, whole or not at all, loadable by anyone, and good for a whole run."""
+"""The built-in base: built once, complete or not at all, loadable by transformers, and good for a whole run."""
 
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -46,7 +45,7 @@ def test_the_folder_is_whole_and_loads(base, cache):
     assert sorted(p.name for p in cache.iterdir()) == [base.name], "nothing half-made is left"
 
 
-def test_a_second_call_reuses_it_and_other_settings_get_another(base, cache, capsys):
+def test_a_second_call_reuses_it_and_other_settings_get_another_folder(base, cache, capsys):
     weights = (base / "model.safetensors").stat().st_mtime_ns
     assert pretrained_base(cache, steps=6) == base
     assert "reusing" in capsys.readouterr().out
@@ -54,7 +53,7 @@ def test_a_second_call_reuses_it_and_other_settings_get_another(base, cache, cap
     assert pretrained_base(cache, steps=5) != base
 
 
-def test_a_broken_folder_is_made_anew(cache):
+def test_a_broken_folder_is_built_again(cache):
     folder = pretrained_base(cache, steps=4)
     before = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").unlink()
@@ -86,4 +85,8 @@ def test_the_quickstart_recipe_runs_on_it(base, tmp_path, monkeypatch):
     header, lines = trace_lines(tmp_path / "run")
     assert len(header["units"]) == 6 and header["max_o"] == 2 and len(lines) == 3
     assert "exact_match" in json.loads((tmp_path / "run" / "results.json").read_text())
-    shutil.rmtree(tmp_path / "run")
+
+
+def test_steps_below_one_are_refused(cache):
+    with pytest.raises(ValueError, match="steps=0: expected at least 1"):
+        pretrained_base(cache, steps=0)

@@ -78,33 +78,61 @@ def test_columns_by_name_are_joined_by_a_space(rows_file):
     assert train[0]["prompt"] == "What is 0 plus 3?" and train[0]["answer"].startswith(" It is 3.")
 
 
-def test_wrong_columns_empty_values_and_missing_files_are_named(tmp_path, rows_file):
-    with pytest.raises(RecipeError, match=r"data.prompt='ask': no column 'ask'; the columns are question, answer"):
-        load_rows(DataSection(rows_file, prompt="ask"), seed=0)
-    with pytest.raises(RecipeError, match="no column 'reply'"):
-        load_rows(DataSection(rows_file, answer=" {reply}"), seed=0)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": "ask"}, r"data.prompt='ask': no column 'ask'; the columns are question, answer"),
+        ({"answer": " {reply}"}, "no column 'reply'"),
+        ({"prompt": "{question:d}"}, "data.prompt='{question:d}' cannot be filled from .* row 0"),
+        ({"eval_rows": 99}, r"data.eval_rows=99: .* has only 40 rows"),
+    ],
+)
+def test_rows_that_do_not_fit_the_recipe_are_refused(rows_file, changes, message):
+    with pytest.raises(RecipeError, match=message):
+        load_rows(DataSection(rows_file, **changes), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"question": "q", "answer": "a"}\n{"question": "q", "answer": null}\n', r"row 1: column 'answer' is empty"),
+        ('{"question": ["a", "b"], "answer": "a"}\n', r"row 0: column 'question' holds a list: expected text or a number"),
+        ('{"question": "q", \n', r"rows.jsonl', split 'train': cannot be loaded"),
+        ("", r"cannot be loaded: .+"),
+    ],
+    ids=["empty value", "list", "broken", "empty file"],
+)
+def test_a_file_with_unusable_rows_is_refused(tmp_path, text, message):
     file = tmp_path / "rows.jsonl"
-    file.write_text('{"question": "q", "answer": "a"}\n{"question": "q", "answer": null}\n')
-    with pytest.raises(RecipeError, match=r"row 1: column 'answer' is empty"):
+    file.write_text(text)
+    with pytest.raises(RecipeError, match=message):
         load_rows(DataSection(str(file)), seed=0)
-    with pytest.raises(RecipeError, match="no such file"):
-        check_source(DataSection(str(tmp_path / "gone.jsonl")))
-    file.write_text('{"question": "q", \n')
-    with pytest.raises(RecipeError, match=r"rows.jsonl', split 'train': cannot be loaded"):
-        load_rows(DataSection(str(file)), seed=0)
-    file.write_text('{"question": ["a", "b"], "answer": "a"}\n')
-    with pytest.raises(RecipeError, match=r"row 0: column 'question' holds a list"):
-        load_rows(DataSection(str(file)), seed=0)
-    file.write_text("")
-    with pytest.raises(RecipeError, match=r"cannot be loaded: .+"):
-        load_rows(DataSection(str(file)), seed=0)
-    for key in ("subset", "split", "eval_split"):
-        with pytest.raises(RecipeError, match="its own train and test rows"):
-            check_source(DataSection("builtin", eval_rows=1, **{key: "other"}))
-    (tmp_path / "rows.csv").write_text("question,answer\n")
-    with pytest.raises(RecipeError, match=r"files that end in .json, .jsonl, .parquet are read"):
-        check_source(DataSection(str(tmp_path / "rows.csv")))
-    with pytest.raises(RecipeError, match=r"data.eval_rows=99: .* has only 40 rows"):
-        load_rows(DataSection(rows_file, eval_rows=99), seed=0)
-    with pytest.raises(RecipeError, match=r"data.generate_rows=5: at most data.eval_rows=2"):
-        check_source(DataSection(rows_file, eval_rows=2, generate_rows=5))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gone.jsonl", {}, "no such file"),
+        ("rows.csv", {}, r"expected a file that ends in .json, .jsonl, .parquet"),
+        ("rows.json", {"prompt": "{question"}, "data.prompt='{question': not a template"),
+        ("rows.json", {"eval_split": "test"}, "data.eval_split='test' needs data.eval_rows above 0"),
+        ("rows.json", {"eval_rows": 2, "generate_rows": 5}, r"data.generate_rows=5: expected at most data.eval_rows=2"),
+    ],
+)
+def test_sources_are_checked_without_reading_them(tmp_path, name, changes, message):
+    for existing in ("rows.csv", "rows.json"):
+        (tmp_path / existing).write_text("not read\n")
+    with pytest.raises(RecipeError, match=message):
+        check_source(DataSection(str(tmp_path / name), **changes))
+
+
+@pytest.mark.parametrize("key", ["subset", "split", "eval_split"])
+def test_the_built_in_rows_have_no_other_splits(key):
+    with pytest.raises(RecipeError, match="its own train and test rows"):
+        check_source(DataSection("builtin", eval_rows=1, **{key: "other"}))
+
+
+def test_built_in_rows_are_drawn_from_the_seed():
+    section = DataSection("builtin", rows=5, eval_rows=3)
+    (train, held_out), again, other = (load_rows(section, seed) for seed in (1, 1, 2))
+    assert (train, held_out) == again != other and len(train) == 5 and len(held_out) == 3

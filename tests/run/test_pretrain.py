@@ -1,4 +1,4 @@
-"""Pre-training from a recipe: sizes, packing, the small run, resuming, perplexity by token budget, what is refused."""
+"""Pre-training from a recipe: sizes, the small run, resuming, perplexity by token budget, what is refused."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from conftest import SMALL
 from safetensors.torch import load_file
 
 from hf_gnmr.cli import main as cli
-from hf_gnmr.run.builtin import byte_tokenizer
-from hf_gnmr.run.packing import text_blocks
 from hf_gnmr.run.plan import plan
-from hf_gnmr.run.recipe import DataSection, RecipeError, find_recipe, load_recipe
+from hf_gnmr.run.recipe import find_recipe, load_recipe
 from hf_gnmr.train import main as train
 
 
-def small(folder, *more, status=0):
-    assert train([*SMALL, f"training.output_dir={folder}", *more]) == status
+def small(folder, *overrides, status=0):
+    assert train([*SMALL, f"training.output_dir={folder}", *overrides]) == status
 
 
 @pytest.mark.parametrize(
@@ -73,7 +71,7 @@ def test_a_small_run_and_its_perplexities(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
     small(folder, "gnmr.alpha=0.9", status=2)
-    small(folder, "gnmr.alpha=0.9", "run.resume=auto", status=2)  # no checkpoint to go on from
+    small(folder, "gnmr.alpha=0.9", "run.resume=auto", status=2)  # no checkpoint to resume
 
 
 def test_modes_start_from_the_same_weights_and_see_the_same_data(tmp_path):
@@ -102,8 +100,8 @@ def test_resumed_after_a_break(tmp_path):
     small(tmp_path / "straight", *common)
     small(tmp_path / "cut", *common, "training.max_steps=4")
     small(tmp_path / "cut", *common, "run.resume=auto")
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("straight", "cut"))
-    assert all(torch.equal(one[n], two[n]) for n in one)
+    whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("straight", "cut"))
+    assert all(torch.equal(whole[n], resumed[n]) for n in whole)
     straight, cut = ((tmp_path / name / "trace.jsonl").read_text().splitlines()[1:] for name in ("straight", "cut"))
     assert [json.loads(line)["active"] for line in straight] == [json.loads(line)["active"] for line in cut]
     small(tmp_path / "cut", *common, "run.resume=auto")  # finished: nothing to do
@@ -111,32 +109,7 @@ def test_resumed_after_a_break(tmp_path):
         (tmp_path / "cut" / name).unlink()
     small(tmp_path / "cut", *common, "run.resume=auto")  # all steps done, its last files not written
     again = load_file(tmp_path / "cut" / "model.safetensors")
-    assert all(torch.equal(one[n], again[n]) for n in one) and (tmp_path / "cut" / "results.json").is_file()
-
-
-# -- text ----------------------------------------------------------------------------------------------------------------
-
-
-def section(name, **changes):
-    return DataSection(**{"name": str(name), "text": "text", "max_length": 16, **changes})
-
-
-def test_documents_are_joined_with_an_end_between_and_every_token_is_there_once(tmp_path):
-    tokenizer = byte_tokenizer()
-    texts = ["first document.", "second, a bit longer document of the three", "x"]
-    file = tmp_path / "texts.jsonl"
-    file.write_text("".join(json.dumps({"text": t, "other": 1}) + "\n" for t in texts))
-    stream = [i for t in texts for i in [*tokenizer(t)["input_ids"], tokenizer.eos_token_id]]
-    blocks, held, counts = text_blocks(section(file), tokenizer)
-    assert held is None and counts.documents == 3 and counts.tokens == len(stream) == 16 * counts.blocks + counts.left_out
-    assert blocks[:]["input_ids"].flatten().tolist() == stream[: 16 * len(blocks)]
-    assert torch.equal(blocks[0]["labels"], blocks[0]["input_ids"])
-    training, held, _ = text_blocks(section(file, eval_rows=1), tokenizer)
-    assert held[0]["input_ids"].tolist() == blocks[-1]["input_ids"].tolist() and len(training) == len(blocks) - 1
-    assert len(text_blocks(section(file, rows=2), tokenizer)[0]) == 2
-    plain = tmp_path / "texts.txt"
-    plain.write_text("<|endoftext|>".join(texts))
-    assert torch.equal(text_blocks(section(plain), tokenizer)[0][:]["input_ids"], blocks[:]["input_ids"])
+    assert all(torch.equal(whole[n], again[n]) for n in whole) and (tmp_path / "cut" / "results.json").is_file()
 
 
 @pytest.mark.parametrize(
@@ -164,20 +137,7 @@ def test_documents_are_joined_with_an_end_between_and_every_token_is_there_once(
         (["backend.recovery=device"], "belongs to backend='int8'"),
     ],
 )
-def test_what_is_wrong_is_told(tmp_path, capsys, overrides, message):
+def test_errors_are_reported_before_anything_is_written(tmp_path, capsys, overrides, message):
     small(tmp_path / "run", *overrides, status=2)
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run" / "trace.jsonl").exists()
-
-
-def test_recipes_extend_each_other(tmp_path):
-    (tmp_path / "base.yaml").write_text("model: {name: x}\ndata: {name: y, max_length: 64}\nlora: {r: 4}\n")
-    (tmp_path / "more.yaml").write_text("extends: base.yaml\ndata: {max_length: 32}\nlora: false\nbackend: {name: none}\n")
-    recipe = load_recipe(tmp_path / "more.yaml", ["model.name=z"])
-    assert (recipe.model.name, recipe.data.name, recipe.data.max_length, recipe.lora) == ("z", "y", 32, None)
-    (tmp_path / "loop.yaml").write_text("extends: loop.yaml\n")
-    for name, message in (("loop", "extends itself"), ("gone", "cannot be read"), ("odd", "extends=3")):
-        if name != "loop":
-            (tmp_path / f"{name}.yaml").write_text(f"extends: {'nowhere.yaml' if name == 'gone' else 3}\n")
-        with pytest.raises(RecipeError, match=message):
-            load_recipe(tmp_path / f"{name}.yaml")

@@ -1,4 +1,4 @@
-"""Twenty steps through the command line, held against a recorded trajectory."""
+"""Twenty steps through the command line, compared with a recorded trajectory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_the_recorded_run_is_worth_comparing_with():
     assert len(steps) == 20
     assert len({tuple(step["active"]) for step in steps}) >= 4, "the active set must move"
     margins = [abs(float(risk) - 1.0) for step in steps[1:] for risk in step["risk"]]
-    assert min(margins) > 5e-3, "no decision may hang on a rounding"
+    assert min(margins) > 5e-3, "no decision may depend on rounding"
 
 
 def test_twenty_steps_reproduce_loss_norms_and_active_sets(tiny_lm, rows_file, tmp_path):

@@ -1,8 +1,8 @@
-"""The 20-step trajectory that changes are held against: how it is run, and how it is recorded anew.
+"""The 20-step trajectory that changes are compared with: how it is run, and how it is recorded again.
 
     python tests/run/trajectory.py        # writes tests/run/trajectory.json
 
-Record it anew only when the numbers are meant to change, and say why in the commit.
+Record it again only when the numbers are meant to change, and say why in the commit.
 """
 
 from __future__ import annotations

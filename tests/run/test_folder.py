@@ -1,0 +1,292 @@
+"""The output folder: what may start in it, what is resumed, and that no run loses a file to another."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from conftest import trace_lines
+from runs import SAVING, files_of, refused
+
+from hf_gnmr.files import FileError
+from hf_gnmr.run.folder import CHECKPOINT, OutputFolder, is_whole, last_checkpoint
+from hf_gnmr.run.recipe import load_recipe
+from hf_gnmr.trace.file import read_trace
+from hf_gnmr.train import main
+
+# -- checkpoints, by their files -----------------------------------------------------------------------------------------
+
+
+def write_checkpoint(folder, step, weights="adapter_model.safetensors", **state):
+    """A checkpoint as far as its files go."""
+    checkpoint = folder / f"checkpoint-{step}"
+    checkpoint.mkdir(parents=True)
+    for name in (*CHECKPOINT, weights):
+        (checkpoint / name).write_text("")
+    values = {"global_step": step, "max_steps": 6, "num_train_epochs": 2, **state}
+    (checkpoint / "trainer_state.json").write_text(json.dumps(values))
+    return checkpoint
+
+
+@pytest.mark.parametrize("weights", ["adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json"])
+def test_a_checkpoint_with_all_its_files_is_whole(tmp_path, weights):
+    assert is_whole(write_checkpoint(tmp_path, 3, weights))
+
+
+@pytest.mark.parametrize("name", [*CHECKPOINT, "adapter_model.safetensors"])
+def test_a_checkpoint_that_lacks_a_file_is_not(tmp_path, name):
+    checkpoint = write_checkpoint(tmp_path, 3)
+    (checkpoint / name).unlink()
+    assert not is_whole(checkpoint)
+
+
+@pytest.mark.parametrize("text", ["", '{"glob', "[1]", "\x00"])
+def test_a_checkpoint_with_a_broken_state_is_not(tmp_path, text):
+    checkpoint = write_checkpoint(tmp_path, 3)
+    (checkpoint / "trainer_state.json").write_text(text)
+    assert not is_whole(checkpoint)
+
+
+def test_the_last_whole_checkpoint_is_the_one_of_most_steps(tmp_path):
+    assert last_checkpoint(tmp_path) is None
+    for step in (2, 9, 10):
+        write_checkpoint(tmp_path, step)
+    (tmp_path / "checkpoint-12").mkdir()
+    (tmp_path / "checkpoint-best").mkdir()
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+
+
+def test_checkpoints_of_which_none_is_whole_are_reported(tmp_path):
+    (tmp_path / "checkpoint-12").mkdir()
+    with pytest.warns(UserWarning, match="has 1 checkpoints, none of them complete"):
+        assert last_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("step", "overrides", "finished_at"),
+    [
+        (6, ["training.max_steps=6"], 6),
+        (6, ["training.max_steps=4"], 6),
+        (6, ["training.max_steps=7"], None),
+        (3, ["training.max_steps=6"], None),
+        (6, ["training.max_steps=-1", "training.num_train_epochs=2"], 6),
+        (6, ["training.max_steps=-1", "training.num_train_epochs=1.5"], 6),
+        (6, ["training.max_steps=-1", "training.num_train_epochs=2.1"], None),
+        (3, ["training.max_steps=-1", "training.num_train_epochs=2"], None),
+    ],
+)
+def test_whether_a_run_is_finished_is_known_from_its_checkpoint(recipe_file, tmp_path, step, overrides, finished_at):
+    write_checkpoint(tmp_path / "run", step)
+    assert OutputFolder(load_recipe(recipe_file, ["run.resume=auto", *overrides])).finished_at() == finished_at
+
+
+def test_a_state_that_breaks_after_the_check_is_named(recipe_file, tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "run", 3)
+    folder = OutputFolder(load_recipe(recipe_file, ["run.resume=auto"]))
+    (checkpoint / "trainer_state.json").write_text("{")
+    with pytest.raises(FileError, match="trainer_state.json"):
+        folder.finished_at()
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_refused(recipe_file, tmp_path, capsys):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    assert "cannot be written" in refused(capsys, recipe_file, f"training.output_dir={tmp_path}/locked/run")
+
+
+# -- runs ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_holds_a_run_is_refused_or_moved_aside(recipe_file, tmp_path, capsys):
+    assert main([recipe_file]) == 0
+    before = (tmp_path / "run" / "trace.jsonl").read_bytes()
+    error = refused(capsys, recipe_file)
+    assert "already holds a run" in error and "run.resume=auto" in error and "run.overwrite=true" in error
+    assert (tmp_path / "run" / "trace.jsonl").read_bytes() == before
+    assert main([recipe_file, "run.overwrite=true"]) == 0
+    assert (tmp_path / "run.1" / "trace.jsonl").read_bytes() == before, "the old run is moved aside, not lost"
+
+
+def test_resume_takes_the_last_whole_checkpoint(recipe_file, tmp_path):
+    straight = ["training.output_dir=" + str(tmp_path / "straight")]
+    assert main([recipe_file, *straight]) == 0
+    saving = ["training.save_strategy=steps", "training.save_steps=2", "run.resume=auto"]
+    assert main([recipe_file, *saving]) == 0
+    run = tmp_path / "run"
+    (run / "checkpoint-6" / "trainer_state.json").unlink()  # as if killed while saving
+    (run / "checkpoint-9").mkdir()
+    (run / "checkpoint-8").mkdir()
+    (run / "checkpoint-8" / "trainer_state.json").write_text('{"glob')
+    assert OutputFolder(load_recipe(recipe_file, saving)).checkpoint.name == "checkpoint-4"
+    assert main([recipe_file, *saving]) == 0
+    resumed, whole = read_trace(run / "trace.jsonl").steps, read_trace(tmp_path / "straight" / "trace.jsonl").steps
+    keys = ("step", "loss", "norms", "gnmr", "delta_gnmr", "active", "triggered")
+    assert [[line[k] for k in keys] for line in resumed] == [[line[k] for k in keys] for line in whole]
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_from_scratch_and_loses_no_line(recipe_file, tmp_path, capsys):
+    assert main([recipe_file]) == 0
+    run = tmp_path / "run"
+    for name in ("adapter_model.safetensors", "results.json", "summary.json"):
+        (run / name).unlink()
+    trace = (run / "trace.jsonl").read_bytes()
+    assert main([recipe_file, "run.resume=auto"]) == 0
+    assert "no checkpoint in" in capsys.readouterr().out
+    assert (run / "trace.1.jsonl").read_bytes() == trace and (run / "recipe.1.yaml").is_file()
+    assert [line["step"] for line in trace_lines(run)[1]] == list(range(1, 7))
+
+
+def test_a_finished_run_is_not_trained_further_by_another_launch(recipe_file, tmp_path, capsys):
+    saving = [*SAVING, "run.resume=auto"]
+    assert main([recipe_file, *saving]) == 0
+    before = files_of(tmp_path / "run")
+    assert main([recipe_file, *saving]) == 0
+    assert "is finished (6 steps): nothing to do" in capsys.readouterr().out
+    assert files_of(tmp_path / "run") == before
+    assert main([recipe_file, *saving, "training.max_steps=8"]) == 0, "a run may be prolonged"
+    assert [line["step"] for line in trace_lines(tmp_path / "run")[1]] == list(range(1, 9))
+
+
+def test_a_run_cut_off_after_its_last_checkpoint_is_completed_without_another_step(recipe_file, tmp_path):
+    saving = [*SAVING, "run.resume=auto", "data.eval_rows=4"]
+    assert main([recipe_file, *saving]) == 0
+    run = tmp_path / "run"
+    adapter, summary = (run / "adapter_model.safetensors").read_bytes(), (run / "summary.json").read_bytes()
+    loss = json.loads((run / "results.json").read_text())["eval_loss"]
+    for name in ("adapter_model.safetensors", "adapter_config.json", "results.json", "summary.json"):
+        (run / name).unlink()
+    assert main([recipe_file, *saving]) == 0
+    assert (run / "adapter_model.safetensors").read_bytes() == adapter
+    assert (run / "summary.json").read_bytes() == summary
+    assert json.loads((run / "results.json").read_text())["eval_loss"] == pytest.approx(loss, abs=1e-6)
+
+
+@pytest.mark.parametrize("epochs", [1.5, 1])
+def test_a_run_by_epochs_is_finished_when_they_are_done(recipe_file, tmp_path, capsys, epochs):
+    saving = [*SAVING, "run.resume=auto", "training.max_steps=-1"]
+    assert main([recipe_file, *saving, "training.num_train_epochs=1.5"]) == 0
+    before = files_of(tmp_path / "run")
+    assert main([recipe_file, *saving, f"training.num_train_epochs={epochs}"]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert files_of(tmp_path / "run") == before
+
+
+def test_a_run_that_saved_weights_only_cannot_be_resumed(recipe_file, capsys):
+    assert main([recipe_file, *SAVING, "training.save_only_model=true"]) == 0
+    assert "no complete checkpoint" in refused(capsys, recipe_file, "run.resume=auto")
+
+
+@pytest.fixture
+def saved(recipe_file, tmp_path):
+    """A finished run with checkpoints, and its files."""
+    run = tmp_path / "run"
+    assert main([recipe_file, *SAVING]) == 0
+    return run, files_of(run)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "training.learning_rate=1e-2",
+        "training.per_device_train_batch_size=2",
+        "training.bf16=true",
+        "training.seed=5",
+        "gnmr.alpha=1.3",
+        "lora.r=8",
+        "trigger.name=none",
+        "data.max_length=64",
+    ],
+)
+def test_resume_refuses_other_settings(saved, recipe_file, capsys, override):
+    run, before = saved
+    error = refused(capsys, recipe_file, "run.resume=auto", "training.max_steps=9", *SAVING, override)
+    assert f"{override.split('=')[0]}=" in error and "was started with" in error
+    assert files_of(run) == before
+
+
+@pytest.mark.parametrize("text", ["", "model: {name: [", "- a"])
+def test_resume_refuses_a_broken_stored_recipe(saved, recipe_file, capsys, text):
+    (saved[0] / "recipe.yaml").write_text(text)
+    error = refused(capsys, recipe_file, "run.resume=auto", "training.max_steps=9")
+    assert "recipe.yaml, the recipe of the run to be resumed" in error
+
+
+def test_resume_without_a_stored_recipe_is_reported(saved, recipe_file, capsys):
+    (saved[0] / "recipe.yaml").unlink()
+    assert OutputFolder(load_recipe(recipe_file, ["run.resume=auto", "lora.r=8"])).begun_with == {}
+    assert "no recipe.yaml beside" in capsys.readouterr().out
+
+
+def test_resume_refuses_to_mix_runs(saved, recipe_file, tmp_path, capsys):
+    (run, before), other = saved, tmp_path / "other"
+    assert main([recipe_file, f"training.output_dir={other}"]) == 0
+    before_other = files_of(other)
+    error = refused(capsys, recipe_file, f"training.output_dir={other}", "run.resume=auto")
+    assert "no complete checkpoint to resume" in error
+    error = refused(capsys, recipe_file, f"training.output_dir={other}", f"run.resume={run}/checkpoint-3")
+    assert "holds a different run" in error
+    assert files_of(run) == before and files_of(other) == before_other
+
+
+def test_overwriting_moves_nothing_that_is_needed(recipe_file, tmp_path, capsys, monkeypatch):
+    assert main([recipe_file]) == 0
+    run = tmp_path / "run"
+    before = files_of(run)
+    rows = run / "rows.jsonl"
+    rows.write_text('{"question": "q", "answer": "a"}\n')
+    assert "would move data.name" in refused(capsys, recipe_file, "run.overwrite=true", f"data.name={rows}")
+    rows.unlink()
+    monkeypatch.chdir(run)
+    assert "current folder" in refused(capsys, recipe_file, "run.overwrite=true", "training.output_dir=.")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(run)
+    assert main([recipe_file, "run.overwrite=true", f"training.output_dir={tmp_path / 'link'}"]) == 0
+    assert files_of(tmp_path / "run.1") == before and (tmp_path / "link").resolve() == run
+    assert (run / "summary.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["backend.recovery_source=/nowhere"],
+        ["training.lr_scheduler_type=cosine_with_min_lr"],
+        ["training.dataloader_num_workers=-3"],
+        ["model.layers=nothing.*"],
+        ["trigger.name=listed", "trigger.units=[nothing]"],
+        ["trigger.name=static", "trigger.warmup=99"],
+    ],
+    ids=lambda overrides: overrides[-1],
+)
+def test_overwriting_moves_nothing_for_a_start_that_is_refused(saved, recipe_file, tmp_path, overrides):
+    run, before = saved
+    assert main([recipe_file, "run.overwrite=true", *overrides]) == 2
+    assert files_of(run) == before and not (tmp_path / "run.1").exists()
+
+
+def test_resume_into_a_new_folder_and_overwrite_with_resume(recipe_file, tmp_path, capsys):
+    assert main([recipe_file, *SAVING]) == 0
+    elsewhere = tmp_path / "elsewhere"
+    assert main([recipe_file, f"training.output_dir={elsewhere}", f"run.resume={tmp_path}/run/checkpoint-3"]) == 0
+    assert [line["step"] for line in trace_lines(elsewhere)[1]] == [4, 5, 6]
+    assert "the trace of this run" in capsys.readouterr().out
+    before = files_of(tmp_path / "run")
+    assert main([recipe_file, *SAVING, "run.resume=auto", "run.overwrite=true"]) == 0
+    assert files_of(tmp_path / "run.1") == before
+    assert [line["step"] for line in trace_lines(tmp_path / "run")[1]] == list(range(1, 7))
+
+
+@pytest.mark.parametrize(
+    "override", ["gnmr.max_o=4", "lora.target_modules=[nothing]", "training.adam_beta1=2", "training.report_to=[nope]"]
+)
+def test_a_refused_start_touches_no_file_and_does_not_block_the_next(recipe_file, tmp_path, override):
+    assert main([recipe_file, override]) == 2
+    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
+    assert main([recipe_file]) == 0
+
+
+def test_a_folder_that_cannot_be_written_is_reported_before_the_model_is_loaded(recipe_file, tmp_path, capsys):
+    file = tmp_path / "file"
+    file.write_text("")
+    assert "is not a folder" in refused(capsys, recipe_file, f"training.output_dir={file}")
+    assert "cannot be written" in refused(capsys, recipe_file, f"training.output_dir={file}/run")
