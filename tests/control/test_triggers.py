@@ -707,12 +707,12 @@ def test_a_fidelity_warm_up_is_kept_or_refused():
         make_trigger("static", 20, config, total_steps=1000)
 
 
-def test_gsnr_without_its_file_starts_anew_and_says_so(trainer_for, tmp_path):
+def test_gsnr_without_its_file_starts_from_scratch_and_says_so(trainer_for, tmp_path):
     common = {"save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "constant"}
     trainer_for(random_llama(), GNMRCallback(backend="activation", trigger="gsnr"), max_steps=3, **common).train()
     (tmp_path / "run" / "checkpoint-3" / "gnmr_trigger.safetensors").unlink()
     again = trainer_for(random_llama(), GNMRCallback(backend="activation", trigger="gsnr"), **common)
-    with pytest.warns(UserWarning, match="running means of trigger 'gsnr' start anew"):
+    with pytest.warns(UserWarning, match="running means of trigger 'gsnr' start from scratch"):
         again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
 
 

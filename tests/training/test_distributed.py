@@ -25,13 +25,13 @@ from hf_gnmr.training import session
 
 decide = session.GNMRSession.decide
 
-def told(self, **kwargs):
+def recorded(self, **kwargs):
     decision = decide(self, **kwargs)
     with open(Path(os.environ["DECISIONS"]) / f"rank{os.environ.get('RANK', 0)}.jsonl", "a") as file:
         file.write(json.dumps([decision.gnmr.tolist(), decision.active.tolist(), self.scalars()]) + "\\n")
     return decision
 
-session.GNMRSession.decide = told
+session.GNMRSession.decide = recorded
 sys.exit(train.main())
 """
 
@@ -68,7 +68,7 @@ def test_two_ranks_decide_as_one_process_with_the_same_global_batch(recipe_file,
     if checkpointing:
         common += ["training.gradient_checkpointing=true", "training.gradient_checkpointing_kwargs={use_reentrant: false}"]
     runs = {}
-    for name, command, more in (
+    for name, command, settings in (
         ("one", ["python"], ["training.per_device_train_batch_size=4"]),
         ("two", torchrun(2), ["training.per_device_train_batch_size=2", "training.ddp_backend=gloo"]),
     ):
@@ -76,7 +76,7 @@ def test_two_ranks_decide_as_one_process_with_the_same_global_batch(recipe_file,
         out = launch(
             command,
             [str(script)],
-            [*common, *more, f"training.output_dir={tmp_path / name}"],
+            [*common, *settings, f"training.output_dir={tmp_path / name}"],
             DECISIONS=str(tmp_path / f"{name}-decisions"),
         )
         assert out.count("GNMR: 3 units") == 1 and "WORLD SIZE 1" not in out
@@ -106,7 +106,7 @@ def test_the_example_loop_on_two_ranks(tiny_lm, rows_file, tmp_path):
 
 def test_a_world_size_that_did_not_come_about_is_reported(recipe_file, tmp_path):
     out = launch(["accelerate", "launch", "--cpu", "--num_processes", "2", "-m"], ["hf_gnmr.train"], [recipe_file])
-    assert "WORLD SIZE 1: a launcher seems to have been asked for several processes" in out
+    assert "WORLD SIZE 1: a launcher appears to have been asked for several processes" in out
     assert "torchrun --nproc_per_node" in out
 
 
