@@ -322,18 +322,6 @@ def test_a_batch_that_is_dropped_leaves_nothing_behind(tiny):
     session.detach()
 
 
-def test_several_processes_without_ddp_and_sharded_parameters_are_refused(tiny, monkeypatch):
-    model = with_lora(load_int8(tiny)).train()
-    with monkeypatch.context() as patch:
-        patch.setattr("hf_gnmr.training.checks.world_size", lambda: 2)
-        with pytest.raises(SetupError, match="2 processes, and the model is not wrapped in DistributedDataParallel"):
-            new_session(model)
-        new_session(model, reduced=True).detach()
-    next(p for p in model.parameters() if p.requires_grad).device_mesh = "sharded"
-    with pytest.raises(SetupError, match="DTensors"):
-        new_session(model)
-
-
 def test_layers_that_a_step_skips_are_not_observed_and_cause_no_spike(tmp_path, trainer_for):
     """OPT's layerdrop: a skipped layer has no gradient at all, which is not a gradient of zero."""
     config = hf.OPTConfig(
@@ -388,29 +376,6 @@ def test_scales_that_doras_plain_forward_lost_are_reported(tiny, trainer_for):
         model(**BATCHES[0])
     with pytest.raises(SetupError, match="the scales of the 8-bit weights are lost: PEFT's DoRA"):
         trainer_for(model, GNMRCallback()).train()
-
-
-def test_what_lies_outside_the_layers_is_reported(tmp_path, trainer_for, capsys):
-    """An encoder-decoder model: the decoder is controlled, and the census does not hide the encoder."""
-    config = hf.BartConfig(
-        vocab_size=128,
-        d_model=64,
-        encoder_layers=3,
-        decoder_layers=3,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=96,
-        decoder_ffn_dim=96,
-        max_position_embeddings=32,
-    )
-    hf.BartForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(tmp_path / "bart")
-    model = hf.BartForConditionalGeneration.from_pretrained(
-        tmp_path / "bart", dtype=torch.bfloat16, quantization_config=hf.BitsAndBytesConfig(load_in_8bit=True)
-    )
-    trainer_for(with_lora(model), GNMRCallback(max_o=1)).train()
-    census = trace_lines(tmp_path / "run")[0]["census"]
-    assert census["modules_8bit_elsewhere"] == 3 * 6 and census["trainable_parameters_elsewhere"] > 0
-    assert "outside these units, neither monitored nor switched" in capsys.readouterr().out
 
 
 def test_the_last_complete_checkpoint_is_found_by_name_and_content(tmp_path):

@@ -8,13 +8,12 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState, DistributedType, PartialState
-from conftest import byte_tokenizer, load_bf16, load_int8, token_rows, trace_lines, with_lora
+from conftest import byte_tokenizer, load_int8, token_rows, trace_lines, with_lora
 from peft import LoraConfig
 from safetensors.torch import load_file
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
-from hf_gnmr import GNMRCallback, GNMRSession, GNMRTrainerMixin, SetupError
+from hf_gnmr import GNMRCallback, GNMRTrainerMixin
 from hf_gnmr.backends.bnb.switchable import SwitchableLinear8bitLt
 
 MOVING = {"max_o": 1, "alpha": 0.9, "alpha_init_fraction": 0.0}
@@ -182,13 +181,6 @@ def test_a_real_loss_scaler(trainer_for, tiny, tmp_path, straight, optimizer):
     assert callback.controller.steps_done == 5
 
 
-def test_fp16_without_a_scaler_is_reported(trainer_for, tiny, capsys):
-    trainer_for(with_lora(load_int8(tiny)), GNMRCallback(), fp16=True, max_steps=1).train()
-    assert "mixed precision is fp16, but there is no loss scaler" in capsys.readouterr().out
-    trainer_for(with_lora(load_int8(tiny)), GNMRCallback(), bf16=True, max_steps=1).train()
-    assert "loss scaler" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("optimizer", ["adamw_torch", "adafactor", "sgd", "rmsprop", "lion_32bit"])
 def test_first_step_norms_do_not_depend_on_the_optimizer(trainer_for, tiny, tmp_path, straight, optimizer):
     trainer_for(with_lora(load_int8(tiny)), GNMRCallback(**MOVING), optim=optimizer).train()
@@ -212,50 +204,6 @@ def test_saved_activations_moved_to_the_host_and_noise_on_embeddings(trainer_for
     assert figures(tmp_path / "run") == straight and seen
     trainer_for(with_lora(load_int8(tiny)), GNMRCallback(**MOVING), neftune_noise_alpha=5.0).train()
     assert all(math.isfinite(line["loss"]) for line in trace_lines(tmp_path / "run")[1])
-
-
-# -- a world size that did not come about ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("WORLD_SIZE", "2"), ("OMPI_COMM_WORLD_SIZE", "4"), ("MASTER_ADDR", "127.0.0.1")]
-)
-def test_one_process_where_several_were_asked_for_is_reported(trainer_for, tiny, capsys, monkeypatch, name, value):
-    trainer = trainer_for(with_lora(load_int8(tiny)), GNMRCallback(), max_steps=1)
-    monkeypatch.setenv(name, value)
-    trainer.train()
-    out = capsys.readouterr().out
-    assert "WORLD SIZE 1" in out and name in out and "torchrun --nproc_per_node" in out
-
-
-def test_one_process_that_was_asked_for_is_not_reported(trainer_for, tiny, capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    trainer_for(with_lora(load_int8(tiny)), GNMRCallback(), max_steps=1).train()
-    assert "WORLD SIZE" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("driver", ["session", "callback"])
-@pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP", "MEGATRON_LM"])
-def test_engines_that_keep_the_gradients_are_refused(trainer_for, tiny, monkeypatch, kind, driver):
-    model = with_lora(load_int8(tiny))
-    trainer = trainer_for(model, GNMRCallback())
-    distributed = AcceleratorState().distributed_type
-    with monkeypatch.context() as patch:
-        patch.setitem(PartialState._shared_state, "distributed_type", getattr(DistributedType, kind))
-        with pytest.raises(SetupError, match="unclipped norm cannot be read"):
-            if driver == "session":
-                GNMRSession(model, alpha_init_fraction=0.0)
-            else:
-                GNMRCallback().on_train_begin(trainer.args, TrainerState(max_steps=6), None, model=model)
-    assert AcceleratorState().distributed_type == distributed and is_plain(model)
-
-
-def test_data_parallel_over_a_16_bit_model_is_refused(tiny, monkeypatch):
-    arguments = TrainingArguments("/nowhere", use_cpu=True, report_to=[])
-    monkeypatch.setattr(type(arguments), "n_gpu", property(lambda self: 2))
-    with pytest.raises(SetupError, match="one process per GPU"):
-        GNMRCallback(backend="none").rehearse(arguments, with_lora(load_bf16(tiny)), 6)
 
 
 # -- TRL -------------------------------------------------------------------------------------------------------------------
