@@ -42,15 +42,15 @@ def plan(recipe: Recipe, *, processes: int = 1, rows: int | None = None) -> dict
         RecipeError: no architecture available, or adapters that match no module.
         ConfigError, SetupError: the errors that the run itself would raise.
     """
-    config, where = architecture(recipe)
+    config, source = architecture(recipe)
     steps = _steps(recipe, processes, rows)
     backend = BACKENDS[recipe.backend.name]
     by_base = recipe.lora is not None and (backend.quantised_base or not backend.switches)
-    figures = (_plan_bases if by_base else _plan_whole)(recipe, config, where, steps["steps"])
+    figures = (_plan_bases if by_base else _plan_whole)(recipe, config, source, steps["steps"])
     return {**figures, **steps}
 
 
-def _plan_bases(recipe: Recipe, config: Any, where: str, total_steps: int | None) -> dict[str, Any]:
+def _plan_bases(recipe: Recipe, config: Any, source: str, total_steps: int | None) -> dict[str, Any]:
     """Figures for adapters over a frozen base: the ways to hold the base, side by side."""
     # Read before the model is built, because building sets it.
     cast = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.") != "bfloat16"
@@ -78,7 +78,7 @@ def _plan_bases(recipe: Recipe, config: Any, where: str, total_steps: int | None
     common = 4 * trainable + 4 * trainable + (state or 0)  # adapters and gradients in fp32
     ways = [Way("bf16", "BF16", sum(2 * p.numel() for p in frozen)), *planned.ways]
     return {
-        "architecture": where,
+        "architecture": source,
         "parameters": sum(p.numel() for p in frozen),
         "trainable_parameters": trainable,
         "units": len(units),
@@ -106,7 +106,7 @@ def _plan_bases(recipe: Recipe, config: Any, where: str, total_steps: int | None
     }
 
 
-def _plan_whole(recipe: Recipe, config: Any, where: str, total_steps: int | None) -> dict[str, Any]:
+def _plan_whole(recipe: Recipe, config: Any, source: str, total_steps: int | None) -> dict[str, Any]:
     """Figures for a model that is held in one way, whatever is switched in it."""
     backend = BACKENDS[recipe.backend.name]
     with torch.device("meta"):
@@ -124,7 +124,7 @@ def _plan_whole(recipe: Recipe, config: Any, where: str, total_steps: int | None
     state = None if per_parameter is None else int(per_parameter * size / 4)
     held = weights + (size if recipe.lora is not None else 0)
     return {
-        "architecture": where,
+        "architecture": source,
         "parameters": parameters,
         "trainable_parameters": numbers,
         "units": len(units),

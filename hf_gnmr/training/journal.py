@@ -164,9 +164,9 @@ def say_not_finite(step: int, units: Sequence[Unit], reading: Reading, withheld:
     if bad or withheld:
         names = ", ".join(str(u.layer) if u.name.endswith(f".{u.layer}") else u.name for u in bad[:8])
         names += ", …" if len(bad) > 8 else ""
-        where = f"in layer{'s' if len(bad) > 1 else ''} {names}" if bad else "outside the layers"
+        place = f"in layer{'s' if len(bad) > 1 else ''} {names}" if bad else "outside the layers"
         update = "; the optimizer's update was withheld" if withheld else ""
-        say(f"step {step}: gradient not finite {where}{update}")
+        say(f"step {step}: gradient not finite {place}{update}")
 
 
 def say_out_of_reach(units: Sequence[Unit], idle: Bools, reading: Reading, trigger: str) -> None:

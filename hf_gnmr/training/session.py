@@ -200,7 +200,7 @@ class GNMRSession:
         self.reading = None  # read only once, whatever fails from here on
         reason = None
         # Under a scaler, fused optimizers (the Trainer's default is one) skip by themselves, and accelerate then reports the
-        # step as done. The reading has what the scaler itself goes by.
+        # step as done. The reading shows what the scaler saw.
         if skipped or (self._scaled and not math.isfinite(reading.total_norm)):
             reason = "loss scaler skipped the update"
         elif self._micro_batches != self.accumulation:
