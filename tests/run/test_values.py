@@ -40,7 +40,6 @@ def test_a_value_gets_the_type_of_its_field(value, hint, expected):
         ("three", int, "section.key='three': expected int"),
         (2.5, int, "section.key=2.5: expected int"),
         (True, int, "section.key=True: expected int"),
-        (True, Literal["auto", False] | str, "section.key=True: expected Literal['auto', False] | str"),
         (None, str, "section.key=None: expected str"),
         ([1, "x"], list[int] | None, "section.key=[1, 'x']: expected list[int] | None"),
         ("epochs", IntervalStrategy, "section.key='epochs': did you mean 'epoch'? expected 'no', 'steps', 'epoch'"),
@@ -52,6 +51,11 @@ def test_a_value_of_another_type_is_refused_by_name(value, hint, message):
     with pytest.raises(RecipeError) as error:
         check_value("section.key", value, hint)
     assert str(error.value) == message
+
+
+def test_a_flag_that_a_literal_does_not_name_is_refused():
+    with pytest.raises(RecipeError, match=r"section.key=True: expected .*Literal\['auto', False\]"):
+        check_value("section.key", True, Literal["auto", False] | str)
 
 
 @pytest.mark.parametrize(

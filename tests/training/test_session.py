@@ -387,7 +387,7 @@ def test_the_last_complete_checkpoint_is_found_by_name_and_content(tmp_path):
     whole = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "adapter_model.safetensors")
     assert last_checkpoint(tmp_path) is None
     make("checkpoint-7", "adapter_model.safetensors")
-    with pytest.warns(UserWarning, match="1 checkpoints and none is whole"):
+    with pytest.warns(UserWarning, match="1 checkpoints, none of them complete"):
         assert last_checkpoint(tmp_path) is None
     make("checkpoint-3", *whole)
     make("checkpoint-old-6", *whole)
