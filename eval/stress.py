@@ -55,10 +55,10 @@ def main() -> int:
         if not options.table_only:
             check(study, jobs)
             failed = run_all(study, jobs, options.workers)
+        runs = {job: figures for job in jobs if (figures := read(study, job)) is not None}
     except ConfigError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    runs = {job: figures for job in jobs if (figures := read(study, job)) is not None}
     times = {}
     if options.times:
         timed = load_recipe(find_recipe(study.recipe), [*study.overrides, *format_overrides(formats[0])])

@@ -19,9 +19,31 @@ from pathlib import Path
 
 from results import REPOSITORY, RESULTS, provenance, read_result
 
+from hf_gnmr.backends import BACKENDS, option_names
+from hf_gnmr.config import field_docs
 from hf_gnmr.files import FileError, write_text
 
-SOURCES: dict[str, Callable[[], str]] = {}
+
+def options_table() -> str:
+    """The options of all backends, as their `Options` declare them."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for backend in BACKENDS.values():
+        docs = field_docs(backend.Options)
+        for name, default in backend.Options.defaults().items():
+            choices = [f"`{value}`: {summary}" for value, summary in backend.Options.choices(name).items()]
+            meaning = "; ".join([docs[name].replace("``", "`").rstrip("."), *choices])
+            rows.setdefault((name, repr(default).replace("'", '"'), meaning[:1].lower() + meaning[1:]), []).append(
+                backend.name
+            )
+    lines = ["| option | backends | default | meaning |", "|---|---|---|---|"]
+    for name in option_names():
+        for (option, default, meaning), backends in rows.items():
+            if option == name:
+                lines.append(f"| `{option}` | {', '.join(f'`{b}`' for b in backends)} | `{default}` | {meaning} |")
+    return "\n".join(lines)
+
+
+SOURCES: dict[str, Callable[[], str]] = {"options": options_table}
 """Tables that are derived from the code, by name: Markdown without a trailing newline."""
 BENCHES = ("activation_cost", "controller_cost", "cost", "report_cost", "stress", "three_ways")
 """Modules with a `table(payload)`."""

@@ -62,7 +62,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
         peak memory and, where asked for, the held-out figures; empty where the run was finished already.
 
     Raises:
-        ConfigError, SetupError: before training starts.
+        ConfigError, SetupError, FileError: before training starts.
     """
     start = check(recipe)
     if start is None:

@@ -1,4 +1,4 @@
-"""Traces made by the real controller from norms of a known kind: no model, milliseconds."""
+"""Traces written by the real controller from norms of a known kind: no model, milliseconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_gnmr.trace.file import TraceWriter
 
 
 def stationary(steps, units, seed=0, spikes=0.02):
-    """Norms around a unit's own level, and now and then a spike that lasts two steps; (steps, units)."""
+    """Norms around a level per unit, with occasional spikes of two steps; (steps, units)."""
     generator = np.random.default_rng(seed)
     level = generator.uniform(0.1, 3.0, units)
     norms = level * generator.gamma(20.0, 1 / 20.0, (steps, units))
@@ -34,7 +34,7 @@ def write_trace(
     missing=(),
     **settings,
 ):
-    """A trace as a run with these norms would have left it."""
+    """A trace as a run with these norms would have written it; returns its path."""
     steps, units = norms.shape
     config = GNMRConfig(**settings)
     controller = make_trigger(
@@ -65,19 +65,19 @@ def write_trace(
     writer = TraceWriter(path, header)
     for step in range(1, steps + 1):
         row = norms[step - 1]
-        there = np.ones(units, dtype=bool) if seen is None else seen[step - 1]
+        observed = np.ones(units, dtype=bool) if seen is None else seen[step - 1]
         active = controller.active.copy()
         reason = "loss scaler skipped the update" if step in skipped else None
         measured = None if signal is None else signal[step - 1]
-        decision = None if reason else controller.step(row, there, measured)
+        decision = None if reason else controller.step(row, observed, measured)
 
-        def of(values, there=there):
-            return [v if t else None for v, t in zip(values.tolist(), there.tolist(), strict=True)]
+        def of(values, observed=observed):
+            return [v if o else None for v, o in zip(values.tolist(), observed.tolist(), strict=True)]
 
         record = {
             "step": step,
             "loss": 5.0 / step**0.3,
-            "grad_norm": float(np.sqrt(np.square(row[there]).sum())),
+            "grad_norm": float(np.sqrt(np.square(row[observed]).sum())),
             "norms": of(row),
             "gnmr": of(decision.gnmr) if decision else None,
             "delta_gnmr": of(decision.delta_gnmr) if decision else None,
@@ -85,7 +85,7 @@ def write_trace(
             "alpha": decision.alpha if decision else None,
             "beta": decision.beta if decision else None,
             "triggered": np.flatnonzero(decision.triggered).tolist() if decision else [],
-            "active": np.flatnonzero(active).tolist(),
+            "active": np.flatnonzero(active).tolist(),  # during the step, not `decision.active`
             "micro_batches": 1,
             "skipped": reason,
             "update_withheld": False,

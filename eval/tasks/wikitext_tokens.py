@@ -1,7 +1,7 @@
-"""Token perplexity over fixed blocks: the WikiText-2 figure that quantisation papers print.
+"""Token perplexity over fixed blocks: the WikiText-2 figure that quantisation papers report.
 
-lm-eval's own `wikitext` task gives word and byte perplexity by document, and none of its request types takes token ids,
-which blocks of an exact length need; so this task is a separate function: ``wikitext_tokens`` of ``hf-gnmr eval``.
+lm-eval's own `wikitext` task computes word and byte perplexity by document. Blocks of an exact length need token ids, which
+none of lm-eval's request types takes. So this task, ``wikitext_tokens`` of ``hf-gnmr eval``, is a plain function.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import torch
 def token_perplexity(
     model: Any, tokenizer: Any, text: str, *, block: int, stride: int | None = None, limit: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Autoregressive perplexity by token over fixed blocks of a text.
+    """Autoregressive log-likelihoods by token over fixed blocks of a text.
 
-    The text is tokenised whole, without special tokens. The model sees each block of `block` tokens by itself;
-    with a stride below the block's length blocks overlap, and only tokens that no earlier block has scored count. A block's
-    first token is never scored.
+    The text is tokenised as a whole, without special tokens. Each block of `block` tokens goes through the model on its own.
+    With a stride below the block's length blocks overlap, and only tokens that no earlier block has scored count. The first
+    token of a block is never scored.
 
     Args:
         model: a causal language model in eval mode; logits (1, n, vocabulary).
         tokenizer: the model's.
-        text: scored whole, unless `limit` is set.
-        block: tokens a block, at most the model's maximum length.
-        stride: tokens from one block's start to the next one's; None: `block`, no overlap.
+        text: scored as a whole, unless `limit` cuts it.
+        block: tokens per block, at most the model's maximum length.
+        stride: tokens from the start of one block to the start of the next; None: `block`, no overlap.
         limit: blocks at most; None: the whole text.
 
     Yields:
-        after each block: `nll` (its sum over scored tokens, nats), `tokens` (how many it scored) and `hash` (of its ids
-        and of where scoring begins).
+        after each block: `nll` (summed over scored tokens, nats), `tokens` (how many were scored) and `hash` (of its ids
+        and of where scoring starts).
     """
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], device=model.device)
     stride = block if stride is None else stride
@@ -56,5 +56,5 @@ def token_perplexity(
 
 
 def perplexity(blocks: list[dict[str, Any]]) -> float:
-    """exp of the mean over all scored tokens."""
+    """exp of the mean negative log-likelihood over all scored tokens of `token_perplexity`'s blocks."""
     return math.exp(sum(b["nll"] for b in blocks) / sum(b["tokens"] for b in blocks))

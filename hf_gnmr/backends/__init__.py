@@ -40,7 +40,7 @@ def backend_options(backend: str, values: Mapping[str, Any]) -> BackendOptions:
         owners = {owner: cls.Options.defaults()[name] for owner, cls in BACKENDS.items() if name in cls.Options.defaults()}
         if not owners:
             raise ConfigError(f"unknown option {name}={value!r}: {nearest(name, option_names())}")
-        if value not in owners.values():
+        if not any(value == default and type(value) is type(default) for default in owners.values()):
             raise ConfigError(
                 f"{name}={value!r} belongs to backend={' or '.join(map(repr, owners))}; this is backend={backend!r}"
             )

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from ..config import ConfigError, SetupError
 from ..control.monitor import Bools
 from .base import Backend, BackendOptions, check_unit
-from .formats import Format, Packed, format_of, pack, packed_bytes, unpack
+from .formats import FLOATS, Format, Packed, format_of, pack, packed_bytes, unpack
 from .linears import Latest, Switched, as_autocast, lend, make_plain, refuse_8bit, refuse_unswitchable
 from .units import Unit, lora_part, projections_of, unwrap
 
@@ -161,13 +161,17 @@ class ActivationOptions(BackendOptions):
     """Formats of the saved activations on the two paths, and what is switched as one."""
 
     bits_low: int = 4
-    """Bits on the low-cost path: 4, 6 or 8 with floats, 2 to 8 with integers."""
+    """Bits on the low-cost path: 2 to 8 with integers; with floats the widths of `formats.FLOATS`."""
     bits_recovery: int = 8
     """Bits on the recovery path, more than `bits_low`: the same choice; 16: not quantised."""
     format: str = "float"
-    """``float`` (E2M1, E3M2, E4M3) or ``int`` (symmetric)."""
+    """``float`` or ``int`` (symmetric)."""
     unit: str | None = None
     """What is switched as one: ``projection`` (None) or ``layer``."""
+
+    @classmethod
+    def choices(cls, name: str) -> dict[str, str]:
+        return {str(bits): form.name.upper() for bits, form in FLOATS.items()} if name == "bits_low" else {}
 
     def __post_init__(self) -> None:
         check_bits(self.bits_low, self.bits_recovery, self.format)

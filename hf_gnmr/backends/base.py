@@ -39,6 +39,15 @@ class BackendOptions:
         return dataclasses.asdict(self)
 
     @classmethod
+    def choices(cls, name: str) -> dict[str, str]:
+        """What each value of the option `name` means, where its values are the keys of a registry; else empty."""
+        return {}
+
+    def store(self) -> str:
+        """The option that says where recovery weights are kept, as messages name it; empty where nothing is kept."""
+        return ""
+
+    @classmethod
     def defaults(cls) -> dict[str, Any]:
         """Field names and their defaults."""
         return {field.name: field.default for field in dataclasses.fields(cls)}

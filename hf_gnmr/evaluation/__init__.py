@@ -1,1 +1,1 @@
-"""Downstream evaluation of runs, and the table of several."""
+"""Downstream evaluation of runs, and the table that compares them."""

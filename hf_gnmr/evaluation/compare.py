@@ -1,15 +1,13 @@
 """``hf-gnmr compare RUN ...``: evaluated runs side by side: methods as rows, metrics as columns, differences from BF16.
 
-A difference is called noise where the 95% interval of a paired bootstrap over the items that both were scored on (10,000
-draws, seed 0) holds zero; for perplexities items are pages or blocks, resampled with their weights. Items count as the same
-where their prompt and target are (hashes); below ten of them nothing is said.
+A difference is called noise where the 95% interval of a paired bootstrap over the items that both rows were scored on
+(10,000 draws, seed 0) contains zero. For perplexities the items are pages or blocks, resampled with their weights. Items
+count as the same where the hashes of prompt and target agree; with fewer than ten of them no verdict is given.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 import os
 import re
@@ -20,15 +18,20 @@ from typing import Any
 import numpy as np
 
 from ..config import ConfigError
-from ..files import free_name, read_json, write_json, write_text
-from ..trace.file import TraceError
+from ..files import FileError, free_name, read_json, write_json, write_text
 from .scores import figure, standard_error
 from .subjects import EVAL_FOLDER, PRECISIONS, folder_for, resolve
+from .table import as_csv, markdown
 
 DRAWS = 10_000
+DRAWS_AT_ONCE = 100
+"""All at once would take gigabytes for MMLU."""
 LEAST = 10
-"""Items below which no difference is called anything."""
+"""With fewer items no difference is judged."""
 Result = dict[str, Any]
+"""One result file."""
+Rows = dict[str, list[Result]]
+"""The results of each row of the table, by its name."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         write([Path(run) for run in options.runs], options.against, options.output)
-    except (ConfigError, TraceError) as error:
+    except (ConfigError, FileError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -50,10 +53,14 @@ def write(folders: list[Path], against: str | None, output: Path | None, shown: 
     """Print the table of these folders, and write it to `output`, where an earlier one of other rows is moved aside.
 
     Args:
-        shown: (precision, task) pairs to show; None: all that are there.
+        folders: see `load_results`.
+        against: the reference row's name; None: the first in BF16.
+        output: None: print only.
+        shown: (precision, task) pairs to show; None: all.
 
     Raises:
         ConfigError: no results, or no row of the name `against`.
+        FileError: a result that cannot be read.
     """
     table = compare(folders, against, shown)
     text = markdown(table)
@@ -72,10 +79,11 @@ def write(folders: list[Path], against: str | None, output: Path | None, shown: 
 
 
 def load_results(folder: Path) -> dict[str, list[Result]]:
-    """All results under a run's or an evaluation's folder, by the place of what was evaluated.
+    """All results under a run's or an evaluation's folder, by the place of the evaluated model.
 
     Raises:
-        ConfigError: none there.
+        ConfigError: there are none.
+        FileError: one cannot be read.
     """
     if folder.name == EVAL_FOLDER and (folder.parent / "adapter_config.json").is_file():
         roots = {str(folder.parent.resolve()): folder}
@@ -85,17 +93,16 @@ def load_results(folder: Path) -> dict[str, list[Result]]:
         roots = {str(folder): folder_for(resolve(str(folder), None, None))}
     else:
         roots = {str(folder.resolve()): folder}
-        # What several runs were evaluated into has a folder for each.
+        # The --output of several runs has a folder for each.
         roots |= {str(f.resolve()): f for f in sorted(folder.glob("*")) if f.is_dir() and f.name not in PRECISIONS}
-    found = {place: _results_in(root) for place, root in roots.items()}
-    found = {place: results for place, results in found.items() if results}
-    if not found:
+    placed = {place: results for place, root in roots.items() if (results := _results_in(root))}
+    if not placed:
         raise ConfigError(f"{folder}: no evaluation in it; run hf-gnmr eval first")
-    return found
+    return placed
 
 
 def _results_in(root: Path) -> list[Result]:
-    # Not those that were moved aside (gsm8k.1.json).
+    """Without those that were moved aside (gsm8k.1.json)."""
     files = [
         file
         for precision in PRECISIONS
@@ -107,63 +114,36 @@ def _results_in(root: Path) -> list[Result]:
 
 
 def model_of(result: Result) -> str:
-    """What a row must have in common: the model and the dtype it was evaluated in."""
+    """What the results of one row have in common: the model, and the dtype it was evaluated in."""
     key = result["key"]
     parts = ("adapter", "base", "base_files", "int8", "final", "recovery", "dtype")
-    return json.dumps([key.get(k) for k in parts], sort_keys=True)
+    return json.dumps([key.get(part) for part in parts], sort_keys=True)
 
 
 def compare(folders: list[Path], against: str | None = None, shown: set[tuple[str, str]] | None = None) -> dict[str, Any]:
     """Rows (model and precision), columns (task and metric), cells with differences from the reference row.
 
-    Results of one folder that are not of the same model, or not in the same dtype, are rows of their own.
+    Results in one folder that are of different models or dtypes are separate rows.
+
+    Raises:
+        ConfigError: no results, or no row of the name `against`.
+        FileError: a result that cannot be read.
     """
-    placed: dict[tuple[str, str], dict[str, list[Result]]] = {}
-    for folder in folders:
-        for place, results in load_results(folder).items():
-            for result in results:
-                if shown is None or (result["precision"], result["task"]) in shown:
-                    models = placed.setdefault((place, result["precision"]), {})
-                    models.setdefault(model_of(result), []).append(result)
-    if not placed:
-        raise ConfigError(f"{', '.join(map(str, folders))}: no evaluation of what was asked for")
-    named = _names(list(placed))
-    rows = {
-        named[place] + (f", model {i} of {len(models)}" if len(models) > 1 else ""): results
-        for place, models in placed.items()
-        for i, results in enumerate(models.values(), 1)
-    }
+    rows = _rows(folders, shown)
     in_bf16 = [name for name, results in rows.items() if results[0]["in_bf16"]]
     reference = against or (in_bf16[0] if in_bf16 else None)
     if reference is not None and reference not in rows:
-        raise ConfigError(f"--against {reference!r}: one of {', '.join(map(repr, rows))} is allowed")
+        raise ConfigError(f"--against {reference!r}: expected one of {', '.join(map(repr, rows))}")
+    reference_results = {result["task"]: result for result in reversed(rows.get(reference or "", []))}
     cells: dict[str, dict[str, Any]] = {name: {} for name in rows}
     for name, results in rows.items():
         for result in results:
-            for metric, value in result["metrics"].items():
-                column = f"{result['task']} {metric}"
-                cell = {
-                    "value": float(value),
-                    "n": result["n"],
-                    "stderr": standard_error(metric, result["per_item"][metric], result["per_item_weight"]),
-                    "shots": result["shots"],
-                    "limit": result["key"]["limit"],
-                    "smoke": result["smoke"],
-                    "model": result["model"],
-                    "truncated": result.get("truncated", 0),
-                    "lm_eval": result["lm_eval"],
-                    "files": result["key"]["files"],
-                    "dtype": result["key"]["dtype"],
-                    "settings": {
-                        k: v
-                        for k, v in (*result["key"].items(), ("block", result.get("block")))
-                        if k in ("block", "stride", "chat_template", "max_gen_tokens") and v
-                    },
-                }
-                other = next((r for r in rows.get(reference or "", []) if r["task"] == result["task"]), None)
+            for metric in result["metrics"]:
+                cell = _cell(result, metric)
+                other = reference_results.get(result["task"])
                 if other is not None and name != reference:
                     cell["difference"] = difference(result, other, metric)
-                cells[name][column] = cell
+                cells[name][f"{result['task']} {metric}"] = cell
     first = next(iter(rows.values()))[0]
     columns = list(dict.fromkeys(column for row in cells.values() for column in row))
     smoke = [column for column in columns if any(row[column]["smoke"] for row in cells.values() if column in row)]
@@ -178,154 +158,96 @@ def compare(folders: list[Path], against: str | None = None, shown: set[tuple[st
     }
 
 
+def _rows(folders: list[Path], shown: set[tuple[str, str]] | None) -> Rows:
+    """Results by place and precision, and by model where one folder has several."""
+    placed: dict[tuple[str, str], dict[str, list[Result]]] = {}
+    for folder in folders:
+        for place, results in load_results(folder).items():
+            for result in results:
+                if shown is None or (result["precision"], result["task"]) in shown:
+                    models = placed.setdefault((place, result["precision"]), {})
+                    models.setdefault(model_of(result), []).append(result)
+    if not placed:
+        raise ConfigError(f"{', '.join(map(str, folders))}: no evaluation of the requested tasks")
+    names = _names(list(placed))
+    return {
+        names[place] + (f", model {i} of {len(models)}" if len(models) > 1 else ""): results
+        for place, models in placed.items()
+        for i, results in enumerate(models.values(), 1)
+    }
+
+
 def _names(places: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """A row's name: the end of its place that tells it from the others, and the precision."""
-    named = {}
+    """A row's name: the shortest end of its place that distinguishes it from the others, and the precision."""
+    names = {}
     for place, precision in places:
         parts = place.strip("/").split("/")
         ends = ["/".join(parts[-n:]) for n in range(1, len(parts) + 1)]
         others = {other for other, _ in places if other != place}
         end = next((e for e in ends if not any(f"/{o}".endswith(f"/{e}") for o in others)), place)
-        named[place, precision] = f"{end} ({precision})"
-    return named
+        names[place, precision] = f"{end} ({precision})"
+    return names
 
 
-def difference(ours: Result, theirs: Result, metric: str) -> dict[str, Any] | None:
-    """Difference of a metric over the items that both were scored on, with its interval.
+def _cell(result: Result, metric: str) -> dict[str, Any]:
+    """A metric's value, with everything that it depends on."""
+    key = result["key"]
+    settings = (*key.items(), ("block", result.get("block")))  # the key's block may be none, the model's own length
+    return {
+        "value": float(result["metrics"][metric]),
+        "n": result["n"],
+        "stderr": standard_error(metric, result["per_item"][metric], result["per_item_weight"]),
+        "shots": result["shots"],
+        "limit": key["limit"],
+        "smoke": result["smoke"],
+        "model": result["model"],
+        "truncated": result.get("truncated", 0),
+        "lm_eval": result["lm_eval"],
+        "files": key["files"],
+        "dtype": key["dtype"],
+        "settings": {
+            name: value
+            for name, value in settings
+            if name in ("block", "stride", "chat_template", "max_gen_tokens") and value
+        },
+    }
 
-    None where there is no such item or a score is not finite; `within_noise` is None below LEAST items.
+
+def difference(result: Result, reference: Result, metric: str) -> dict[str, Any] | None:
+    """Difference of a metric from the reference's over the items that both were scored on, with its interval.
+
+    None where there is no such item or a score is not finite; `within_noise` is None with fewer than LEAST items.
     """
-    hashes, weight = theirs["item_hash"], theirs["per_item_weight"]
+    hashes, weight = reference["item_hash"], reference["per_item_weight"]
     items = [
         item
-        for item in ours["per_item"].get(metric, {})
-        if item in theirs["per_item"].get(metric, {})
-        and ours["item_hash"].get(item) == hashes.get(item)
-        and ours["per_item_weight"].get(f"{metric}|{item}") == weight.get(f"{metric}|{item}")
+        for item in result["per_item"].get(metric, {})
+        if item in reference["per_item"].get(metric, {})
+        and result["item_hash"].get(item) == hashes.get(item)
+        and result["per_item_weight"].get(f"{metric}|{item}") == weight.get(f"{metric}|{item}")
     ]
-    a = np.array([float(ours["per_item"][metric][item]) for item in items])
-    b = np.array([float(theirs["per_item"][metric][item]) for item in items])
+    a = np.array([float(result["per_item"][metric][item]) for item in items])
+    b = np.array([float(reference["per_item"][metric][item]) for item in items])
     if not items or not np.isfinite([a, b]).all():
         return None
-    weights = np.array([ours["per_item_weight"].get(f"{metric}|{item}", 1.0) for item in items])
+    weights = np.array([result["per_item_weight"].get(f"{metric}|{item}", 1.0) for item in items])
     generator = np.random.default_rng(0)
 
-    def apart(index: np.ndarray) -> np.ndarray:
+    def difference_over(index: np.ndarray) -> np.ndarray:
         return figure(metric, a[index], weights[index]) - figure(metric, b[index], weights[index])
 
-    drawn = []
-    for _ in range(DRAWS // 100):  # a hundred at a time: all at once would take gigabytes for MMLU
-        index = generator.integers(0, len(items), (100, len(items)))
-        drawn.append(apart(index))
-    low, high = np.quantile(np.concatenate(drawn), [0.025, 0.975])
+    draws = []
+    for _ in range(DRAWS // DRAWS_AT_ONCE):
+        index = generator.integers(0, len(items), (DRAWS_AT_ONCE, len(items)))
+        draws.append(difference_over(index))
+    low, high = np.quantile(np.concatenate(draws), [0.025, 0.975])
     return {
-        "value": float(apart(np.arange(len(items)))),
+        "value": float(difference_over(np.arange(len(items)))),
         "low": float(low),
         "high": float(high),
         "items": len(items),
         "within_noise": bool(low <= 0.0 <= high) if len(items) >= LEAST else None,
     }
-
-
-def markdown(table: dict[str, Any]) -> str:
-    """The table as Markdown, with what belongs to its numbers."""
-    lines = []
-    if table["smoke"]:
-        which = "" if len(table["smoke"]) == len(table["columns"]) else f" in {', '.join(table['smoke'])}"
-        lines += [f"**SMOKE{which}: built-in rows; they say that everything runs, and nothing about a model.**", ""]
-    lines += ["| method | " + " | ".join(table["columns"]) + " |", "|---|" + "---|" * len(table["columns"])]
-    for name, cells in table["rows"].items():
-        row = []
-        for column in table["columns"]:
-            cell = cells.get(column)
-            if cell is None:
-                row.append("")
-                continue
-            text = f"{cell['value']:.4f}" + (f" ± {cell['stderr']:.4f}" if cell["stderr"] is not None else "")
-            d = cell.get("difference")
-            if d is not None:
-                word = {True: ", noise", False: "", None: ", too few items to tell"}[d["within_noise"]]
-                paired = "" if d["items"] == cell["n"] or ":" in word else f", {d['items']} items in common"
-                text += f" ({d['value']:+.4f}{word}{paired})"
-            elif table["reference"] and name != table["reference"] and column in table["rows"][table["reference"]]:
-                text += " (no item in common)" if np.isfinite(cell["value"]) else ""
-            row.append(text)
-        lines.append(f"| {name} | " + " | ".join(row) + " |")
-    lines.append("")
-    if table["reference"]:
-        lines.append(f"In brackets: difference from {table['reference']}; noise: its interval holds 0 ({table['test']}).")
-    for column in table["columns"]:
-        asked = dict.fromkeys(
-            f"n {c['n']}, shots {', '.join(map(str, c['shots']))}{', limit ' + str(c['limit']) if c['limit'] else ''}, "
-            f"{''.join(f'{k} {v}, ' for k, v in c['settings'].items())}"
-            f"{str(c['truncated']) + ' prompts cut on the left, ' if c['truncated'] else ''}{_source(c['files'])}"
-            for cells in table["rows"].values()
-            if (c := cells.get(column))
-        )
-        lines.append(f"{column}: {'; '.join(asked)}." + (" NOT THE SAME ITEMS in all rows." if len(asked) > 1 else ""))
-    for name, cells in table["rows"].items():
-        of_it = next(iter(cells.values()))
-        dtype = "" if of_it["dtype"] in of_it["model"] else f", {of_it['dtype']} beside it"
-        lines.append(f"{name}: {of_it['model']}{dtype}.")
-    for name in table["without_effect"]:
-        lines.append(f"{name}: ADAPTER WITHOUT EFFECT.")
-    lines.append("Versions: " + ", ".join(f"{k} {v}" for k, v in table["versions"].items()) + ".")
-    return "\n".join(lines)
-
-
-def _source(files: dict[str, str]) -> str:
-    """Where the items are from; of local files the beginning of their hash, which tells other contents of the same name."""
-    if "data" in files:
-        return "the Hub's rows" if files["data"] == "Hub" else "built-in rows"
-    return ", ".join(f"{name} ({digest[:6]})" for name, digest in files.items())
-
-
-def as_csv(table: dict[str, Any]) -> str:
-    """One line a cell."""
-    out = io.StringIO()
-    writer = csv.writer(out)
-    writer.writerow(
-        [
-            "method",
-            "metric",
-            "value",
-            "stderr",
-            "n",
-            "shots",
-            "limit",
-            "settings",
-            "dtype",
-            "difference",
-            "low",
-            "high",
-            "items",
-            "within_noise",
-            "lm_eval",
-        ]
-    )
-    for name, cells in table["rows"].items():
-        for column, cell in cells.items():
-            d = cell.get("difference") or {}
-            writer.writerow(
-                [
-                    name,
-                    column,
-                    cell["value"],
-                    cell["stderr"],
-                    cell["n"],
-                    "/".join(map(str, cell["shots"])),
-                    cell["limit"],
-                    " ".join(f"{k}={v}" for k, v in cell["settings"].items()),
-                    cell["dtype"],
-                    d.get("value"),
-                    d.get("low"),
-                    d.get("high"),
-                    d.get("items"),
-                    d.get("within_noise"),
-                    cell["lm_eval"],
-                ]
-            )
-    return out.getvalue()
 
 
 if __name__ == "__main__":

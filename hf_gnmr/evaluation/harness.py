@@ -1,27 +1,108 @@
-"""One task on one model, through lm-eval or by our own function: figures, standard errors, scores by item."""
+"""lm-eval: its task objects on our rows, and one task scored on one model."""
 
 from __future__ import annotations
 
 import argparse
+import functools
+import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..config import ConfigError
+from .data import splits_of
+from .rows import Splits
 from .scores import figure, standard_error
-from .tasks import Request, own_task, text_of
+from .tasks import Request, Subjects
+from .tokens import score_by_token
+
+Samples = dict[str, list[dict[str, Any]]]
+"""lm-eval's logged samples by its task's name."""
 
 
-def block_of(config: Any, options: argparse.Namespace) -> int:
-    """Tokens a block of wikitext_tokens."""
-    longest = getattr(config.get_text_config(), "max_position_embeddings", 2048) or 2048
-    block = options.block or min(2048, longest)
-    if block > longest:
-        raise ConfigError(f"--block {block}: the model takes {longest} tokens")
-    if options.stride is not None and options.stride > block:
-        raise ConfigError(f"--stride {options.stride}: at most the block's length, {block}")
-    return block
+def harness_tasks(request: Request, data: str | None) -> dict[str, Any]:
+    """lm-eval's task objects for `request` by name: one per subject where the task has subjects.
+
+    Raises:
+        ConfigError: missing files, or subjects without rows or definition.
+    """
+    from lm_eval.api.task import ConfigurableTask
+
+    splits = splits_of(request, data)
+    subjects = request.task.subjects
+    if subjects is None:
+        return {request.name: ConfigurableTask(config=_configuration(request, request.name, splits))}
+    if splits is None:
+        names = _subjects_on_the_hub(request, subjects)
+        return {name: ConfigurableTask(config=_configuration(request, name, None)) for name in names}
+    tasks = {}
+    for subject in sorted({row["subject"] for row in splits[request.task.scored_split]}):
+        name = subjects.definition.format(subject=subject)
+        rows = {split: [row for row in part if row["subject"] == subject] for split, part in splits.items()}
+        tasks[name] = ConfigurableTask(config=_configuration(request, name, rows, subject))
+    return tasks
+
+
+@functools.cache
+def _manager() -> Any:
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()  # reads all definitions of lm-eval: seconds
+
+
+def _subjects_on_the_hub(request: Request, subjects: Subjects) -> list[str]:
+    """The names of lm-eval's definitions of one subject or, where none is requested, of all."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    manager = _manager()
+    pattern = subjects.definition.format(subject="[a-z_]+" if request.subject is None else re.escape(request.subject))
+    names = [
+        name
+        for name in manager.all_tasks
+        if re.fullmatch(pattern, name)
+        and subjects.group in str(getattr(manager.task_index[name], "yaml_path", ""))
+        and "dataset_name" in load_yaml(manager.task_index[name].yaml_path, resolve_func=False)  # a subject, no group
+    ]
+    if not names:
+        raise ConfigError(f"--tasks {request.label}: lm-eval has no such {request.name} subject")
+    return names
+
+
+def _configuration(request: Request, name: str, rows: Splits | None, subject: str | None = None) -> dict[str, Any]:
+    """lm-eval's definition `name`, on `rows` where they are given.
+
+    Raises:
+        ConfigError: lm-eval has no such definition, and it is no custom subject that could borrow another's.
+    """
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    manager, subjects = _manager(), request.task.subjects
+    entry = manager.task_index.get(name)
+    if entry is not None:
+        config = load_yaml(entry.yaml_path, resolve_func=True)
+    elif subjects is not None and subject is not None:
+        config = load_yaml(manager.task_index[subjects.template].yaml_path, resolve_func=True)
+        words = subject.replace("_", " ")
+        config |= {"task": name, "task_alias": words, "description": subjects.description.format(subject=words)}
+    else:
+        raise ConfigError(f"--tasks {request.label}: lm-eval has no task {name}")
+    if rows is None:
+        return dict(config)
+    config = {key: value for key, value in config.items() if key not in ("dataset_path", "dataset_name")}
+    config["custom_dataset"] = _as_dataset(rows)
+    for split in ("training_split", "validation_split", "test_split", "fewshot_split"):
+        if config.get(split) is not None and config[split] not in rows:
+            config[split] = None
+    return config
+
+
+def _as_dataset(splits: Splits) -> Callable[..., Any]:
+    from datasets import Dataset
+
+    datasets = {split: Dataset.from_list(rows) for split, rows in splits.items()}
+    return lambda **ignored: datasets
 
 
 def run_task(
@@ -32,107 +113,111 @@ def run_task(
     options: argparse.Namespace,
     autocast: torch.dtype | None = None,
 ) -> dict[str, Any]:
-    """`metrics`, `stderr`, `n`, `shots`, `per_item` (metric -> scores by item) and what else belongs to the figures."""
-    if request.name == "wikitext_tokens":
+    """One task on one model.
+
+    Args:
+        model: in eval mode.
+        tokenizer: the model's.
+        request: the task.
+        tasks: lm-eval's objects for it, see `harness_tasks`; not used where our own function scores it.
+        options: of the command line.
+        autocast: the dtype to run under autocast; None: without.
+
+    Returns:
+        `metrics`, `stderr`, `n`, `shots`, `per_item` (metric -> scores by item), `per_item_weight`, `item_hash`, and what
+        the scorer adds.
+    """
+    if not request.task.by_lm_eval:
         with torch.autocast(model.device.type, dtype=autocast, enabled=autocast is not None):
-            return _tokens(model, tokenizer, request, options)
+            return score_by_token(model, tokenizer, request, options)
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
 
     lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=options.batch_size, mixed_precision_dtype=autocast)
-    shots = options.shots if request.name in ("gsm8k", "mmlu") else None
-    found = evaluator.simple_evaluate(
+    output = evaluator.simple_evaluate(
         model=lm,
         tasks=list(tasks.values()),
-        num_fewshot=shots,
+        num_fewshot=options.shots if request.task.takes("shots") else None,
         limit=options.limit,
         bootstrap_iters=1000,
         apply_chat_template=options.chat_template,
-        gen_kwargs=f"max_gen_toks={options.max_gen_tokens}" if request.name == "gsm8k" else None,
+        gen_kwargs=f"max_gen_toks={options.max_gen_tokens}" if request.task.generates else None,
     )
-    per_item: dict[str, dict[str, float]] = {}
-    weights: dict[str, float] = {}
-    hashes: dict[str, str] = {}
-    answers: dict[str, Any] = {}
-    for task, samples in found["samples"].items():
-        for sample in samples:
-            item = f"{task}/{sample['doc_id']}"
-            hashes[item] = f"{sample['prompt_hash'][:12]}-{sample['target_hash'][:12]}"
-            answers[item] = sample["resps"]
-            for metric in sample["metrics"]:
-                name = metric if sample["filter"] == "none" else f"{metric},{sample['filter']}"
-                value = sample[metric]
-                if isinstance(value, (tuple, list)):  # (log-likelihood, words or bytes)
-                    weights[f"{name}|{item}"] = float(value[1])
-                    value = value[0]
-                per_item.setdefault(name, {})[item] = float(value)
-    # MMLU's subjects weigh as many as their items, as in lm-eval's own group.
+    scores, weights = _scores_by_item(output["samples"])
+    # Every item weighs the same, so a subject weighs as much as it has items: as in lm-eval's own group of MMLU.
     metrics = {}
-    for name, items in per_item.items():
+    for name, items in scores.items():
         weight = np.array([weights.get(f"{name}|{item}", 1.0) for item in items])
         metrics[name] = float(figure(name, np.array(list(items.values())), weight))
-    stderr = {name: standard_error(name, items, weights) for name, items in per_item.items()}
-    fewshot = {task: config.get("num_fewshot") for task, config in found["configs"].items()}
+    shots = {config.get("num_fewshot") or 0 for config in output["configs"].values()}
+    hashes, answers = _hashes_and_answers(output["samples"])
     return {
         "metrics": metrics,
-        "stderr": stderr,
-        "n": len(next(iter(per_item.values()))),
-        "shots": sorted({0 if n is None else n for n in fewshot.values()}),
+        "stderr": {name: standard_error(name, items, weights) for name, items in scores.items()},
+        "n": len(next(iter(scores.values()))),
+        "shots": sorted(shots),
         "subtasks": {
-            task: {k: v for k, v in figures.items() if isinstance(v, float)} for task, figures in found["results"].items()
+            task: {key: value for key, value in figures.items() if isinstance(value, float)}
+            for task, figures in output["results"].items()
         },
-        "truncated": truncated_items(lm, request, found["samples"], options.max_gen_tokens),
-        "per_item": per_item,
+        "truncated": truncated_items(lm, output["samples"], options.max_gen_tokens),
+        "per_item": scores,
         "per_item_weight": weights,
         "item_hash": hashes,
         "answers": answers,
     }
 
 
-def truncated_items(lm: Any, request: Request, samples: dict[str, list[dict[str, Any]]], max_gen_tokens: int) -> int:
-    """Items with a prompt that lm-eval cuts on the left, because the model takes no more (it warns, and does not count)."""
-    if request.name == "wikitext":
-        return 0  # rolling windows: nothing is cut
+def _item(task: str, sample: dict[str, Any]) -> str:
+    return f"{task}/{sample['doc_id']}"
+
+
+def _scores_by_item(samples: Samples) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    """Scores by metric and item, and weights by ``metric|item`` where a score is the log-likelihood of words or bytes."""
+    scores: dict[str, dict[str, float]] = {}
+    weights: dict[str, float] = {}
+    for task, logged in samples.items():
+        for sample in logged:
+            item = _item(task, sample)
+            for metric in sample["metrics"]:
+                name = metric if sample["filter"] == "none" else f"{metric},{sample['filter']}"
+                value = sample[metric]
+                if isinstance(value, (tuple, list)):  # (log-likelihood, words or bytes)
+                    weights[f"{name}|{item}"] = float(value[1])
+                    value = value[0]
+                scores.setdefault(name, {})[item] = float(value)
+    return scores, weights
+
+
+def _hashes_and_answers(samples: Samples) -> tuple[dict[str, str], dict[str, Any]]:
+    """By item: what it asked and expects (hashes of prompt and target), and the model's raw responses."""
+    hashes: dict[str, str] = {}
+    answers: dict[str, Any] = {}
+    for task, logged in samples.items():
+        for sample in logged:
+            item = _item(task, sample)
+            hashes[item] = f"{sample['prompt_hash'][:12]}-{sample['target_hash'][:12]}"
+            answers[item] = sample["resps"]
+    return hashes, answers
+
+
+def truncated_items(lm: Any, samples: Samples, max_gen_tokens: int) -> int:
+    """How many items have a prompt that lm-eval cuts on the left, too long for the model (it warns, but does not count).
+
+    A text without a prompt is scored in rolling windows, and never cut.
+    """
     cut: set[str] = set()
-    for task, rows in samples.items():
-        for sample in rows:
-            for context, more in sample["arguments"]:
-                if isinstance(more, str):  # a continuation; its last token is not put in
-                    answer = len(lm.tok_encode(more, add_special_tokens=False))
-                    over = len(lm.tok_encode(context)) + answer - 1 > lm.max_length
-                else:
-                    over = len(lm.tok_encode(context)) > lm.max_length - max_gen_tokens
-                if over:
-                    cut.add(f"{task}/{sample['doc_id']}")
+    for task, logged in samples.items():
+        for sample in logged:
+            for prompt, *rest in sample["arguments"]:
+                if rest and _is_cut(lm, prompt, rest[0], max_gen_tokens):
+                    cut.add(_item(task, sample))
     return len(cut)
 
 
-def _tokens(model: Any, tokenizer: Any, request: Request, options: argparse.Namespace) -> dict[str, Any]:
-    from tqdm import tqdm
-
-    text = text_of(options.data)
-    block = block_of(model.config, options)
-    task = own_task("wikitext_tokens")
-    blocks = list(
-        tqdm(
-            task.token_perplexity(model, tokenizer, text, block=block, stride=options.stride, limit=options.limit),
-            unit="block",
-            desc="token perplexity",
-        )
-    )
-    if not blocks:
-        raise ConfigError(f"{request.label}: the text has no token to score")
-    name = "token_perplexity"
-    items = {f"block/{i}": -b["nll"] for i, b in enumerate(blocks)}
-    weights = {f"{name}|block/{i}": b["tokens"] for i, b in enumerate(blocks)}
-    return {
-        "metrics": {name: task.perplexity(blocks)},
-        "stderr": {name: standard_error(name, items, weights)},
-        "n": len(blocks),
-        "shots": [0],
-        "block": block,
-        "tokens": int(sum(b["tokens"] for b in blocks)),
-        "per_item": {name: items},
-        "per_item_weight": weights,
-        "item_hash": {f"block/{i}": b["hash"] for i, b in enumerate(blocks)},
-    }
+def _is_cut(lm: Any, prompt: str, request: Any, max_gen_tokens: int) -> bool:
+    """`request`: the continuation whose log-likelihood is asked for, or how to generate an answer."""
+    length = len(lm.tok_encode(prompt))
+    if isinstance(request, str):  # its last token is predicted, not read
+        return bool(length + len(lm.tok_encode(request, add_special_tokens=False)) - 1 > lm.max_length)
+    return bool(length > lm.max_length - max_gen_tokens)

@@ -1,4 +1,4 @@
-"""From scores by item to a task's figure and its standard error."""
+"""A task's figure and its standard error, from scores by item."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ Array = np.ndarray
 
 
 def is_perplexity(metric: str) -> bool:
-    """Whether a metric's items are log-likelihoods with a weight (words, bytes or tokens)."""
+    """Whether a metric's items are log-likelihoods that carry a weight: their words, bytes or tokens."""
     return "perplexity" in metric or metric == "bits_per_byte"
 
 
 def figure(metric: str, values: Array, weights: Array) -> Array:
-    """A metric of items, over the last axis.
+    """A metric over items, along the last axis.
 
     Args:
         metric: its name.
         values: (..., items); log-likelihoods in nats for perplexities, else scores.
-        weights: as `values`; what a log-likelihood is of, in words, bytes or tokens. Not used by plain scores.
+        weights: as `values`; the length of what a log-likelihood covers, in words, bytes or tokens. Plain scores ignore it.
 
     Returns:
-        (...): the mean of scores, or exp of the mean negative log-likelihood by unit of weight (in bits for bits_per_byte).
+        (...): the mean of scores, or exp of the mean negative log-likelihood per unit of weight (for bits_per_byte that mean
+        in bits).
     """
     if not is_perplexity(metric):
         return values.mean(axis=-1)
@@ -33,8 +34,8 @@ def figure(metric: str, values: Array, weights: Array) -> Array:
 def standard_error(metric: str, items: dict[str, float], weights: dict[str, float]) -> float | None:
     """Standard error of a figure.
 
-    For scores, of the mean, with variances pooled over the subtasks that items (``subtask/number``) belong to, as lm-eval's
-    own groups do. For perplexities, the spread of 1,000 bootstrap draws of the pages or blocks (seed 0).
+    For scores it is that of the mean, with variances pooled over the subtasks that items (``subtask/number``) belong to, as
+    in lm-eval's own groups. For perplexities it is the spread of 1,000 bootstrap draws of the pages or blocks (seed 0).
 
     Args:
         metric: its name.
@@ -42,7 +43,7 @@ def standard_error(metric: str, items: dict[str, float], weights: dict[str, floa
         weights: weight by ``metric|item``, see `figure`.
 
     Returns:
-        None where there are too few items.
+        None with too few items, or perplexities of scores that are not finite.
     """
     values = np.array([float(v) for v in items.values()])
     if is_perplexity(metric):

@@ -224,7 +224,9 @@ def within_budget(config: GNMRConfig, options: Options, bounds: Sequence[int], *
         if config.max_o != GNMRConfig().max_o:
             raise ConfigError(f"{setting} and max_o={config.max_o!r}: give only one of them")
         if bounds[-1] == 0:
-            raise ConfigError(f"{setting}: lifted units add no memory here ({options.of_backend}); give max_o instead")
+            raise ConfigError(
+                f"{setting}: lifted units add no memory here ({options.of_backend.store()}); give max_o instead"
+            )
         fitting = max(units for units, size in enumerate(bounds) if size <= budget)
         if fitting == 0:
             raise ConfigError(f"{setting} is below one unit: the largest adds {bounds[1]:,} bytes")
@@ -233,7 +235,7 @@ def within_budget(config: GNMRConfig, options: Options, bounds: Sequence[int], *
         config = dataclasses.replace(config, max_o=fitting)
     if config.fidelity_warmup and not holds_all and config.resolve_max_o(count) < count:
         raise ConfigError(
-            f"{warm_up}, but this store ({options.of_backend}) holds only {config.resolve_max_o(count)} of them on this "
-            "device: use recovery='device', which holds all of them, or no warm-up"
+            f"{warm_up}, but {options.of_backend.store()} holds only {config.resolve_max_o(count)} of them on this device: "
+            "use recovery='device', which holds all of them, or no warm-up"
         )
     return config

@@ -429,9 +429,9 @@ def test_what_cannot_work_is_refused(tiny, trainer_for):
     ("options", "message"),
     [
         ({"bits_low": 1, "format": "int"}, "bits_low=1: 2, 3"),
-        ({"bits_low": 5}, "bits_low=5: 4, 6, 8 or 16"),
+        ({"bits_low": 5}, "bits_low=5: expected 4, 6, 8 or 16"),
         ({"bits_recovery": 32}, "bits_recovery=32"),
-        ({"bits_low": 8}, "bits_recovery=8: more than bits_low=8"),
+        ({"bits_low": 8}, "bits_recovery=8: expected more than bits_low=8"),
         ({"bits_low": 16}, "more than bits_low=16"),
         ({"bits_low": 4.0}, "bits_low=4.0"),
         ({"format": "fp"}, "format='fp'"),

@@ -380,7 +380,7 @@ def test_wrong_shapes_and_missing_tensors_are_refused(tiny, tmp_path):
 def test_a_pre_quantised_checkpoint_is_refused_with_the_two_ways_out(tiny, tmp_path):
     load_int8(tiny).save_pretrained(tmp_path / "int8")
     model = with_lora(load_int8(tmp_path / "int8"))
-    with pytest.raises(SetupError, match="8-bit weights already.*" + WAYS):
+    with pytest.raises(SetupError, match="already holds 8-bit weights.*" + WAYS):
         switched(model)
     backend, units = switched(model, recovery_source=tiny)
     lift(backend, 0, 1, 2)

@@ -245,9 +245,9 @@ def test_a_second_backend_takes_over_and_the_first_does_not_undo_it():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "lowbit", "bits_low": 5}, "bits_low=5: 4 or 6"),
+        ({"backend": "lowbit", "bits_low": 5}, "bits_low=5: expected 4 or 6"),
         ({"backend": "lowbit", "bits_low": True}, "bits_low=True"),
-        ({"backend": "lowbit", "bits_recovery": 6}, "bits_recovery=6: 8 or 16"),
+        ({"backend": "lowbit", "bits_recovery": 6}, "bits_recovery=6: expected 8 or 16"),
         ({"backend": "lowbit", "format": "int"}, "format='int' belongs to backend='activation'"),
         ({"backend": "lowbit", "emulate": True}, "emulate=True belongs to backend='fp8'"),
         ({"backend": "fp8", "bits_low": 6}, "bits_low=6 belongs to backend='activation' or 'lowbit'"),
@@ -257,7 +257,7 @@ def test_a_second_backend_takes_over_and_the_first_does_not_undo_it():
         ({"unit": "expert"}, "unit='expert' belongs to"),
         ({"backend": "fp8", "eval_path": "high"}, "eval_path='high'"),
         ({"backend": "fp8", "unit": "expert", "trigger": "gsnr"}, "trigger='gsnr' with unit='expert'"),
-        ({"backend": "fp8", "max_recovery_memory": "1GB"}, "max_recovery_memory with backend='fp8'"),
+        ({"backend": "fp8", "max_recovery_memory": "1GB"}, "max_recovery_memory='1GB' with backend='fp8'"),
         ({"backend": "fp8", "recovery": "device"}, "recovery='device' belongs to backend='int8'"),
     ],
 )

@@ -174,7 +174,8 @@ def test_a_run_by_epochs_is_finished_when_they_are_done(recipe_file, tmp_path, c
 
 def test_a_run_that_saved_weights_only_cannot_be_resumed(recipe_file, capsys):
     assert main([recipe_file, *SAVING, "training.save_only_model=true"]) == 0
-    assert "no complete checkpoint" in refused(capsys, recipe_file, "run.resume=auto")
+    with pytest.warns(UserWarning, match="none of them complete"):
+        assert "no complete checkpoint" in refused(capsys, recipe_file, "run.resume=auto")
 
 
 @pytest.fixture

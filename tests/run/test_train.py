@@ -95,9 +95,9 @@ def test_adapters_from_a_folder(recipe_file, tmp_path, tiny_lm, capsys):
     ("override", "message"),
     [
         ("gnmr.max_o=1.5", "gnmr.max_o=1.5"),
-        ("backend.name=fp9", "backend='fp9': one of 'int8', 'activation', 'fp8', 'lowbit', 'none'"),
+        ("backend.name=fp9", "backend.name='fp9': expected one of 'int8', 'activation', 'fp8', 'lowbit', 'none'"),
         ("backend.name=fp8", "no FP8 product on cpu"),
-        ("trigger.name=gsnrr", "trigger='gsnrr'"),
+        ("trigger.name=gsnrr", "trigger.name='gsnrr'"),
         ("backend.recovery=disk", "recovery='disk'"),
         ("backend.eval_path=both", "eval_path='both'"),
         ("data.name=/gone/rows.jsonl", "no such file"),

@@ -15,7 +15,7 @@ from hf_gnmr.trace.metrics import summarise
 ALPHA, BETA = 1.1, 1.5
 
 
-def line(step, active=(), gnmr=(1.0, 1.0, 1.0), delta=(1.0, 1.0, 1.0), skipped=None, **more):
+def line(step, active=(), gnmr=(1.0, 1.0, 1.0), delta=(1.0, 1.0, 1.0), skipped=None, **fields):
     return {
         "step": step,
         "loss": 2.0 - step / 10,
@@ -34,7 +34,7 @@ def line(step, active=(), gnmr=(1.0, 1.0, 1.0), delta=(1.0, 1.0, 1.0), skipped=N
         "step_ms": 100.0,
         "controller_ms": 1.0,
         "recovery_bytes": 10 * len(active),
-        **more,
+        **fields,
     }
 
 

@@ -1,4 +1,4 @@
-"""Replays: exactly the recorded decisions under the recorded settings, and what others would have come to."""
+"""Replays: exactly the recorded decisions under the recorded settings, and what other settings would have decided."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from hf_gnmr import GNMRCallback
 from hf_gnmr.cli import main
 from hf_gnmr.config import ConfigError, GNMRConfig
 from hf_gnmr.control.gnmr import Controller
-from hf_gnmr.trace.replay import differences, recorded, replay, settings_grid
+from hf_gnmr.trace.replay import differences, recorded, replay
+from hf_gnmr.trace.replay_table import settings_grid
 from hf_gnmr.trace.series import read_series
 
 
@@ -62,21 +63,23 @@ def test_a_replay_under_the_recorded_settings_is_the_record(
     )
     series = read_series(path)
     assert differences(series) == []
-    found, wanted = recorded(series).figures(series), replay(series, recorded_trigger=True).figures(series)
-    assert found == wanted and found["unit_steps_as_recorded"] == 1.0
+    figures = recorded(series).figures(series)
+    assert figures == replay(series, recorded_trigger=True).figures(series) and figures["unit_steps_as_recorded"] == 1.0
 
 
-def test_other_settings_are_what_a_controller_with_them_decides(tmp_path):
+@pytest.mark.parametrize(
+    "changes", [{"alpha": 1.1}, {"delta": 3, "beta": None}, {"max_o": 3, "t_lock": 2, "alpha_init_fraction": 0.0}]
+)
+def test_other_settings_are_what_a_controller_with_them_decides(tmp_path, changes):
     norms = stationary(60, 6)
     series = read_series(write_trace(tmp_path / "trace.jsonl", norms, alpha=1.5, alpha_init_fraction=0.1))
-    for changes in ({"alpha": 1.1}, {"delta": 3, "beta": None}, {"max_o": 3, "t_lock": 2, "alpha_init_fraction": 0.0}):
-        controller = Controller(6, GNMRConfig(**{**series.header["config"], **changes}), total_steps=60)
-        found = replay(series, changes)
-        for step in range(60):
-            assert np.array_equal(found.active[step], controller.active)
-            decision = controller.step(norms[step])
-            assert np.array_equal(found.gnmr[step], decision.gnmr) and np.array_equal(found.risk[step], decision.risk)
-            assert np.array_equal(found.triggered[step], decision.triggered)
+    controller = Controller(6, GNMRConfig(**{**series.header["config"], **changes}), total_steps=60)
+    replayed = replay(series, changes)
+    for step in range(60):
+        assert np.array_equal(replayed.active[step], controller.active)
+        decision = controller.step(norms[step])
+        assert np.array_equal(replayed.gnmr[step], decision.gnmr) and np.array_equal(replayed.risk[step], decision.risk)
+        assert np.array_equal(replayed.triggered[step], decision.triggered)
 
 
 def test_the_trace_of_a_real_run(tiny, trainer_for, tmp_path):
@@ -89,7 +92,7 @@ def test_the_trace_of_a_real_run(tiny, trainer_for, tmp_path):
     assert figures["mean_recovery_bytes"] == pytest.approx(series.recovery_bytes.mean())
 
 
-def test_a_run_that_was_gone_on_with(tiny, trainer_for, tmp_path):
+def test_a_resumed_run(tiny, trainer_for, tmp_path):
     settings = {"max_o": 1, "alpha": 0.9, "alpha_init": 1.2, "alpha_init_fraction": 0.3}
     for resume in (None, str(tmp_path / "run" / "checkpoint-4")):
         trainer = trainer_for(
@@ -100,26 +103,29 @@ def test_a_run_that_was_gone_on_with(tiny, trainer_for, tmp_path):
     assert len(series) == 8 and differences(series) == []
 
 
-def test_schedules_go_by_the_steps_number_where_lines_are_missing(tmp_path):
-    settings = {"alpha": 1.2, "alpha_init": 4.0, "alpha_init_fraction": 0.25, "max_o": 2}
+PHASES = {"alpha": 1.2, "alpha_init": 4.0, "alpha_init_fraction": 0.25, "max_o": 2}
+
+
+@pytest.mark.parametrize("missing", [range(1, 201), range(150, 260)])
+def test_schedules_go_by_the_steps_number_where_lines_are_missing(tmp_path, missing):
     norms = stationary(400, 5)
-    whole = read_series(write_trace(tmp_path / "a.jsonl", norms, **settings))
-    for missing in (range(1, 201), range(150, 260)):
-        part = read_series(write_trace(tmp_path / f"{missing.start}.jsonl", norms, missing=missing, **settings))
-        found = replay(part, {"max_o": 2})
-        kept = np.isin(whole.step, part.step)
-        assert np.array_equal(found.alpha, whole.alpha[kept])
-        assert (found.active == whole.active[kept]).mean() > 0.99, "but for the first locks"
-    # A history that began anew with the trace: the first phase did too.
-    late = write_trace(tmp_path / "late.jsonl", norms[:100], total_steps=400, **settings)
+    whole = read_series(write_trace(tmp_path / "whole.jsonl", norms, **PHASES))
+    part = read_series(write_trace(tmp_path / "part.jsonl", norms, missing=missing, **PHASES))
+    replayed = replay(part, {"max_o": 2})
+    kept = np.isin(whole.step, part.step)
+    assert np.array_equal(replayed.alpha, whole.alpha[kept])
+    assert (replayed.active == whole.active[kept]).mean() > 0.99, "except for the first locks"
+
+
+def test_a_history_that_begins_with_a_late_trace_begins_the_first_phase_too(tmp_path):
+    late = write_trace(tmp_path / "late.jsonl", stationary(100, 5), total_steps=400, **PHASES)
     text = late.read_text().splitlines()
     moved = [json.dumps({**json.loads(line), "step": json.loads(line)["step"] + 300}) for line in text[1:]]
     late.write_text("\n".join([text[0], *moved]) + "\n")
-    told = differences(read_series(late))
-    assert told == ["the trace begins at step 301: a history before it is not known"], told
+    assert differences(read_series(late)) == ["the trace begins at step 301: the history before it is unknown"]
 
 
-def test_what_is_not_as_recorded_is_told(tmp_path):
+def test_what_differs_from_the_record_is_reported(tmp_path):
     norms = stationary(60, 3)
     file = write_trace(tmp_path / "trace.jsonl", norms, alpha=1.1, alpha_init_fraction=0.0)
     text = file.read_text().splitlines()
@@ -128,13 +134,12 @@ def test_what_is_not_as_recorded_is_told(tmp_path):
     (tmp_path / "changed.jsonl").write_text("\n".join([*text[:21], json.dumps(record), *text[22:]]) + "\n")
     assert differences(read_series(tmp_path / "changed.jsonl")) == ["active differs in 1 of 60 steps, first in step 21"]
     (tmp_path / "gap.jsonl").write_text("\n".join([*text[:21], *text[22:]]) + "\n")
-    told = differences(read_series(tmp_path / "gap.jsonl"))
-    assert told[0].startswith("steps are missing after step 20")
+    assert differences(read_series(tmp_path / "gap.jsonl"))[0].startswith("steps are missing after step 20: ")
     header = json.loads(text[0])
     del header["trigger_options"]
     header["trigger"] = "random"
     (tmp_path / "old.jsonl").write_text("\n".join([json.dumps(header), *text[1:]]) + "\n")
-    assert "does not say the options of trigger 'random'" in differences(read_series(tmp_path / "old.jsonl"))[0]
+    assert "the header has no options of trigger 'random'" in differences(read_series(tmp_path / "old.jsonl"))[0]
 
 
 def test_the_command(tmp_path, capsys):
@@ -147,24 +152,35 @@ def test_the_command(tmp_path, capsys):
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [r["settings"] for r in rows] == ["recorded", "alpha=1.2"]
     assert rows[1]["promotion_ratio"] > rows[0]["promotion_ratio"]
-    for arguments, message in (
-        (["--set", "alpha"], "--set alpha: FIELD=VALUE"),
-        (["--set", "gamma=1"], "--set gamma=1"),
-        (["--set", "alpha=high"], "'high' is no number"),
+    assert main(["replay", str(tmp_path / "none")]) == 2 and "no such trace" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "alpha"], "--set alpha: expected FIELD=VALUE"),
+        (["--set", "gamma=1"], "--set gamma=1: expected FIELD=VALUE"),
+        (["--set", "alpha=high"], "expected a number (or off: no β), got 'high'"),
         (["--set", "alpha=-1"], "alpha=-1"),
         (["--set", "max_o=1.5"], "max_o=1.5"),
-        (["--set", "max_o=9"], "the trace has 5 recoverable units"),
-        (["--set", "alpha=1", "--set", "alpha=2"], "alpha was given already"),
-    ):
-        assert main(["replay", str(tmp_path), *arguments]) == 2
-        assert message in capsys.readouterr().err
-    assert main(["replay", str(tmp_path / "none")]) == 2 and "no such trace" in capsys.readouterr().err
+        (["--set", "max_o=9"], "max_o=9: expected at most 5, the trace's number of recoverable units"),
+        (["--set", "alpha=1", "--set", "alpha=2"], "alpha is set twice"),
+    ],
+)
+def test_wrong_settings_of_the_command_are_errors(tmp_path, capsys, arguments, message):
+    write_trace(tmp_path / "trace.jsonl", stationary(20, 5), max_o=2)
+    assert main(["replay", str(tmp_path), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_grid_of_settings():
     assert settings_grid([]) == [{}]
-    with pytest.raises(ConfigError):
+    assert settings_grid(["beta=off,1.5", "delta=3"]) == [{"beta": None, "delta": 3}, {"beta": 1.5, "delta": 3}]
+    with pytest.raises(ConfigError, match="--set delta=x"):
         settings_grid(["delta=x"])
 
 
-def test_traces_are_read_without_torch(tmp_path):
+def test_the_commands_do_not_import_torch(tmp_path):
     write_trace(tmp_path / "trace.jsonl", stationary(120, 3))
     code = (
         "import sys; from hf_gnmr.cli import main; "

@@ -1,4 +1,4 @@
-"""The page of a run: stands alone, honest when thinned, tells what is wrong with a trace; and the live view."""
+"""The page of a run: self-contained, faithful when thinned, clear about a trace's faults; and the live view."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from synthetic import stationary, write_trace
 
 from hf_gnmr.cli import main
 from hf_gnmr.trace import figures
+from hf_gnmr.trace.columns import Columns
 from hf_gnmr.trace.file import TraceError, read_trace
 from hf_gnmr.trace.follow import Tail, follow, line_of, panel
 from hf_gnmr.trace.metrics import by_unit, exceedance_curve, summarise
@@ -71,7 +72,7 @@ def test_per_unit_counts_add_up(run):
     assert curve["gnmr"][0] == summarise(series)["gnmr_exceedance"]
 
 
-def test_the_page_stands_alone_and_escapes(run, tmp_path, capsys):
+def test_the_page_is_self_contained_and_escapes(run, tmp_path, capsys):
     output = tmp_path / "out.html"
     assert main(["report", str(run), "--output", str(output), "--figures", str(tmp_path / "figures")]) == 0
     text = output.read_text()
@@ -100,15 +101,15 @@ def test_runs_side_by_side(run, tmp_path, capsys):
     assert main(["report", str(run), str(other / "trace.jsonl"), "--output", str(output)]) == 0
     text = output.read_text()
     assert "Side by side" in text and len(re.findall("<svg", text)) == 7
-    assert "other/&lt;b&gt;run &amp; co" in text, "names that tell them apart"
+    assert "other/&lt;b&gt;run &amp; co" in text, "names that distinguish them"
 
 
 def pictures(text):
     """The pictures in a page, as arrays (rows, columns, 4)."""
     from matplotlib import image
 
-    found = re.findall(r'href="data:image/png;base64,([^"]*)"', text)
-    return [image.imread(io.BytesIO(base64.b64decode("".join(data.split())))) for data in found]
+    encoded = re.findall(r'href="data:image/png;base64,([^"]*)"', text)
+    return [image.imread(io.BytesIO(base64.b64decode("".join(data.split())))) for data in encoded]
 
 
 @pytest.mark.parametrize(("steps", "units"), [(300, 3), (1000, 7), (25_000, 3), (400, 500)])
@@ -120,7 +121,7 @@ def test_thinning_keeps_maxima_in_the_drawn_picture_too(tmp_path, steps, units):
     series = read_series(
         write_trace(tmp_path / "trace.jsonl", norms, alpha=2.0, alpha_init_fraction=0.0, beta=None, t_lock=0, max_o=units)
     )
-    columns = figures.Columns.of(series)
+    columns = Columns.of(series)
     group = math.ceil(units / figures.ROWS)
     cells = {(int(columns.index[t]), (t % units) // group) for t in where}
     lifted = {(int(columns.index[t + 1]), (t % units) // group) for t in where}
@@ -227,13 +228,13 @@ def edited(text, line, **changes):
         (lambda t: t.replace('"max_o": 2', '"max_o": null', 1).replace('"max_o": 2', '"max_o": null', 1), 2, "max_o=None"),
         (lambda t: t.replace('"layer": 3', '"layer": "3"', 1), 2, "unit 3 of the header has layer='3'"),
         (lambda t: t.replace('"census": {', '"census": [{', 1).replace('}, "run_id"', '}], "run_id"', 1), 2, "census="),
-        (lambda t: edited(t, 30, active=None), 0, "active=None is no list of units"),
-        (lambda t: edited(t, 30, active=[-1]), 0, "active=[-1] is no list of units"),
-        (lambda t: edited(t, 30, triggered=[True]), 0, "is no list of units"),
-        (lambda t: edited(t, 30, step=12), 0, "it comes after step 29"),
-        (lambda t: edited(t, 30, step=True), 0, "it comes after step 29"),
+        (lambda t: edited(t, 30, active=None), 0, "active=None: expected a list of unit indices"),
+        (lambda t: edited(t, 30, active=[-1]), 0, "active=[-1]: expected a list of unit indices"),
+        (lambda t: edited(t, 30, triggered=[True]), 0, "triggered=[True]: expected a list of unit indices"),
+        (lambda t: edited(t, 30, step=12), 0, "step=12: expected a step after step 29"),
+        (lambda t: edited(t, 30, step=True), 0, "step=True: expected a step after step 29"),
         (lambda t: edited(t, 30, norms=[-1.0] * 6), 0, "a norm is negative"),
-        (lambda t: edited(t, 30, norms=[1.0]), 0, "values for 6 units"),
+        (lambda t: edited(t, 30, norms=[1.0]), 0, "expected 6 values, one a unit"),
         (lambda t: t.splitlines()[0] + "\n" + "[" * 100_000 + "\n", 0, "no step was recorded"),
     ],
 )
@@ -243,16 +244,16 @@ def test_broken_cut_and_foreign_traces(run, tmp_path, capsys, damage, status, wo
     output = tmp_path / "out.html"
     assert main(["report", str(run), "--output", str(output)]) == status
     assert words in capsys.readouterr().err
-    for command in (["replay"], ["diagnose"], ["calibrate", "--exceedance", "0.1"]):  # none of them with a traceback
+    for command in (["replay"], ["diagnose"], ["calibrate", "--exceedance", "0.1"]):  # no traceback from any of them
         assert main([command[0], str(run), *command[1:]]) in (0, 1, 2)
         assert capsys.readouterr().err
     if status == 0:
-        assert html.unescape(words) in html.unescape(output.read_text()), "the page says it too"
+        assert html.unescape(words) in html.unescape(output.read_text()), "the page states it as well"
     else:
         assert not output.exists()
 
 
-def test_without_matplotlib_it_says_what_to_install(run, monkeypatch, capsys):
+def test_without_matplotlib_the_error_states_what_to_install(run, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["report", str(run)]) == 2
     assert "pip install 'hf-gnmr[report]'" in capsys.readouterr().err
@@ -283,7 +284,7 @@ def test_following_a_growing_trace(run, tmp_path):
     assert shown[-1].startswith("step 19/200  loss ") and "maxO 2" in shown[-1]
 
 
-def test_a_new_file_is_read_from_its_beginning_and_a_foreign_one_refused(tmp_path):
+def test_a_new_file_is_read_from_its_beginning(tmp_path):
     file = tmp_path / "trace.jsonl"
     tail = Tail(file)
     assert list(tail.new()) == []
@@ -292,40 +293,74 @@ def test_a_new_file_is_read_from_its_beginning_and_a_foreign_one_refused(tmp_pat
     file.rename(tmp_path / "trace.1.jsonl")
     file.write_text('{"c": 3}\n')
     assert list(tail.new()) == [{"c": 3}]
-    for text, words in (
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
         ("no json\n", "not JSON"),
         ("[1]\n", "not an object"),
         ('{"step": 1}\n', "no header"),
-        ('{"schema": 5, "units": []}\n', "schema 5"),
+        ('{"schema": 5, "units": []}\n', "schema 5, expected 1"),
         ('{"schema": 1, "units": []}\n', "no list of units"),
-    ):
-        file.write_text(text)
-        with pytest.raises(TraceError, match=words):
-            follow(tmp_path, io.StringIO(), every=0.01, patience=0.01)
+    ],
+)
+def test_a_file_that_is_not_a_trace_is_not_followed(tmp_path, text, words):
+    (tmp_path / "trace.jsonl").write_text(text)
+    with pytest.raises(TraceError, match=words):
+        follow(tmp_path, io.StringIO(), every=0.01, patience=0.01)
 
 
-def test_the_panel_fits_the_terminal(run):
+class Terminal(io.StringIO):
+    """Output that is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def test_on_a_terminal_the_last_step_is_drawn_in_place(run):
+    out = Terminal()
+    follow(run, out, every=0.01, patience=0.02)
+    shown = out.getvalue().splitlines()
+    assert shown[0].startswith("step 200/200") and len(shown) == 2 + 6, "the last step alone, one row a unit"
+    assert "waiting" not in out.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize("step", [1, 51, 61, 106, 120])
+def test_the_panel_fits_the_terminal(run, step, width):
     trace = read_trace(run / "trace.jsonl")
-    for line in (trace.steps[0], trace.steps[50], trace.steps[60], trace.steps[105], trace.steps[119]):
-        for width in (40, 80, 200):
-            assert all(len(text) <= width for text in panel(trace.header, line, width))
+    assert all(len(text) <= width for text in panel(trace.header, trace.steps[step - 1], width))
+
+
+def test_the_panel_marks_lifted_units_and_steps_that_do_not_count(run):
+    trace = read_trace(run / "trace.jsonl")
     assert "not counted: loss scaler" in line_of(trace.header, trace.steps[119])
     lifted = next(line for line in trace.steps if line["active"])
     assert any(text.startswith("*") for text in panel(trace.header, lifted, 100))
 
 
-def test_output_paths_are_checked_first(run, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--output", "nowhere/x.html"], "--output nowhere/x.html: nowhere is not a folder"),
+        (["--output", "."], "is a folder: expected a file name"),
+        (["--output", "x.html", "--figures", "file"], "--figures file: not a folder"),
+    ],
+)
+def test_output_paths_are_checked_first(run, tmp_path, monkeypatch, capsys, arguments, words):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    for arguments, words in (
-        (["--output", str(tmp_path / "nowhere" / "x.html")], "is no folder"),
-        (["--output", str(tmp_path)], "is a folder"),
-        (["--output", str(tmp_path / "x.html"), "--figures", str(tmp_path / "file")], "--figures"),
-    ):
-        assert main(["report", str(run), *arguments]) == 2
-        assert words in capsys.readouterr().err
+    assert main(["report", str(run), *arguments]) == 2
+    assert words in capsys.readouterr().err
     assert not (tmp_path / "x.html").exists()
+
+
+def test_only_one_run_in_an_existing_folder_is_followed(run, tmp_path, capsys):
     assert main(["report", str(tmp_path / "a" / "b" / "c"), "--follow"]) == 2
     assert "no such folder" in capsys.readouterr().err
+    assert main(["report", str(run), str(run), "--follow"]) == 2
+    assert "--follow: expected one run, got 2" in capsys.readouterr().err
 
 
 def test_a_closed_pipe_is_no_error(run):

@@ -36,8 +36,7 @@ class Int8Options(BackendOptions):
     """Where the recovery path's weights are kept, and which path evaluation runs."""
 
     recovery: str = "host"
-    """The store of recovery weights: ``host`` (originals off the device; on a CPU used where they lie), ``device`` (both
-    paths resident, about two bytes per weight) or ``dequantize`` (BF16 compute on the 8-bit weights, no originals)."""
+    """The store of recovery weights, one of `stores.STORES`."""
     recovery_source: str | os.PathLike[str] | None = None
     """Folder or Hub id of the original weights; None: the one the model was loaded from."""
     pin_memory: bool = False
@@ -56,6 +55,13 @@ class Int8Options(BackendOptions):
             raise ConfigError(
                 f"recovery_source={self.recovery_source!r} is not read with recovery={self.recovery!r}: give one of them"
             )
+
+    @classmethod
+    def choices(cls, name: str) -> dict[str, str]:
+        return {key: kind.summary for key, kind in STORES.items()} if name == "recovery" else {}
+
+    def store(self) -> str:
+        return f"recovery={self.recovery!r}"
 
     def to_dict(self) -> dict[str, Any]:
         source = self.recovery_source

@@ -109,6 +109,8 @@ class Store(ABC):
 class StoreKind(ABC):
     """One value of the option `recovery`: how its store is made, and what it takes before there is a model."""
 
+    summary: ClassVar[str]
+    """What it keeps, for the table of options."""
     originals_used: ClassVar[bool] = True
     """Whether a lifted unit runs the original weights."""
 

@@ -22,6 +22,8 @@ EXCEPTIONS = 0.012
 class Decoded(Store, StoreKind):
     """Both paths resident: codes, scales, and one residual byte a weight, from which originals are decoded at each use."""
 
+    summary = "both paths resident, about two bytes per weight"
+
     def __init__(self, modules: Sequence[Sequence[Module]], originals: dict[Module, Original]) -> None:
         super().__init__(modules)
         self._workspaces: dict[torch.device, Workspace] = {}

@@ -15,6 +15,7 @@ from .base import Module, PlannedWeights, Store, StoreKind, StoreOptions
 class Dequantised(Store, StoreKind):
     """No originals: codes × scale / 127."""
 
+    summary = "BF16 compute on the 8-bit weights, no originals"
     originals_used = False
     source = "dequantised 8-bit weights; no originals"
 

@@ -15,6 +15,8 @@ from .slots import Slots
 class Host(StoreKind):
     """`in_place.InPlace` on a CPU, `slots.Slots` on an accelerator."""
 
+    summary = "originals off the device; on a CPU used where they lie"
+
     @classmethod
     def open(
         cls,

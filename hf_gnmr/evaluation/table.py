@@ -1,0 +1,118 @@
+"""The comparison as Markdown and as CSV, with everything that a reader needs to judge its numbers."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import Any
+
+import numpy as np
+
+Cell = dict[str, Any]
+Table = dict[str, Any]
+"""As `compare.compare` returns it."""
+CSV_COLUMNS = (
+    "method",
+    "metric",
+    "value",
+    "stderr",
+    "n",
+    "shots",
+    "limit",
+    "settings",
+    "dtype",
+    "difference",
+    "low",
+    "high",
+    "items",
+    "within_noise",
+    "lm_eval",
+)
+
+
+def markdown(table: Table) -> str:
+    """The table as Markdown: methods as rows, metrics as columns, then notes on columns, rows and versions."""
+    lines = []
+    if table["smoke"]:
+        which = "" if len(table["smoke"]) == len(table["columns"]) else f" in {', '.join(table['smoke'])}"
+        lines += [f"**SMOKE{which}: built-in rows; they show that everything runs, and say nothing about a model.**", ""]
+    lines += ["| method | " + " | ".join(table["columns"]) + " |", "|---|" + "---|" * len(table["columns"])]
+    for name, cells in table["rows"].items():
+        texts = [_cell_text(table, name, column, cells.get(column)) for column in table["columns"]]
+        lines.append(f"| {name} | {' | '.join(texts)} |")
+    lines.append("")
+    if table["reference"]:
+        lines.append(f"In brackets: difference from {table['reference']}; noise: its interval contains 0 ({table['test']}).")
+    lines += [_column_note(table, column) for column in table["columns"]]
+    for name, cells in table["rows"].items():
+        cell = next(iter(cells.values()))
+        dtype = "" if cell["dtype"] in cell["model"] else f", {cell['dtype']} beside it"
+        lines.append(f"{name}: {cell['model']}{dtype}.")
+    lines += [f"{name}: ADAPTER WITHOUT EFFECT." for name in table["without_effect"]]
+    lines.append("Versions: " + ", ".join(f"{package} {version}" for package, version in table["versions"].items()) + ".")
+    return "\n".join(lines)
+
+
+def _cell_text(table: Table, name: str, column: str, cell: Cell | None) -> str:
+    """Value, standard error, and the difference from the reference row in brackets."""
+    if cell is None:
+        return ""
+    text = f"{cell['value']:.4f}" + (f" ± {cell['stderr']:.4f}" if cell["stderr"] is not None else "")
+    difference = cell.get("difference")
+    if difference is not None:
+        verdict = {True: ", noise", False: "", None: ", too few items to tell"}[difference["within_noise"]]
+        paired = "" if difference["items"] == cell["n"] else f", {difference['items']} items in common"
+        return f"{text} ({difference['value']:+.4f}{verdict}{paired})"
+    reference = table["reference"]
+    comparable = reference and name != reference and column in table["rows"][reference]
+    return text + (" (no item in common)" if comparable and np.isfinite(cell["value"]) else "")
+
+
+def _column_note(table: Table, column: str) -> str:
+    """What the rows of a column were evaluated on; more than one description: they are not comparable."""
+    cells = [cells[column] for cells in table["rows"].values() if column in cells]
+    conditions = dict.fromkeys(_conditions(cell) for cell in cells)
+    return f"{column}: {'; '.join(conditions)}." + (" NOT THE SAME ITEMS in all rows." if len(conditions) > 1 else "")
+
+
+def _conditions(cell: Cell) -> str:
+    parts = [f"n {cell['n']}", f"shots {', '.join(map(str, cell['shots']))}"]
+    if cell["limit"]:
+        parts.append(f"limit {cell['limit']}")
+    parts += [f"{name} {value}" for name, value in cell["settings"].items()]
+    if cell["truncated"]:
+        parts.append(f"{cell['truncated']} prompts cut on the left")
+    return ", ".join([*parts, _source(cell["files"])])
+
+
+def _source(files: dict[str, str]) -> str:
+    """Where the items come from; for local files with the start of their hash, as names alone do not identify contents."""
+    if "data" in files:
+        return "the Hub's rows" if files["data"] == "Hub" else "built-in rows"
+    return ", ".join(f"{name} ({digest[:6]})" for name, digest in files.items())
+
+
+def as_csv(table: Table) -> str:
+    """One line per cell, under `CSV_COLUMNS`."""
+    out = io.StringIO()
+    writer = csv.writer(out)
+    writer.writerow(CSV_COLUMNS)
+    for name, cells in table["rows"].items():
+        for column, cell in cells.items():
+            difference = cell.get("difference") or {}
+            writer.writerow(
+                [
+                    name,
+                    column,
+                    cell["value"],
+                    cell["stderr"],
+                    cell["n"],
+                    "/".join(map(str, cell["shots"])),
+                    cell["limit"],
+                    " ".join(f"{k}={v}" for k, v in cell["settings"].items()),
+                    cell["dtype"],
+                    *(difference.get(field) for field in ("value", "low", "high", "items", "within_noise")),
+                    cell["lm_eval"],
+                ]
+            )
+    return out.getvalue()

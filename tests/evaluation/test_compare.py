@@ -1,0 +1,141 @@
+"""The table: rows, differences, what is comparable, and results of the first version."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+
+pytest.importorskip("lm_eval")
+
+from evaluation_runs import STORED, copied, evaluate
+from safetensors.torch import load_file, save_file
+
+from hf_gnmr.cli import main as cli
+from hf_gnmr.evaluation.compare import difference
+from hf_gnmr.evaluation.smoke import smoke_text
+
+pytest_plugins = ["evaluation_runs"]
+pytestmark = pytest.mark.usefixtures("inside_tmp_path")
+
+
+def test_the_table_of_a_study(runs, tmp_path, capsys):
+    evaluate(runs / "bf16", runs / "gnmr", tasks=["hellaswag", "wikitext_tokens"])
+    capsys.readouterr()
+    assert cli(["compare", str(runs / "bf16"), str(runs / "gnmr"), "--output", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "SMOKE" in out and "In brackets: difference from" in out and "shots 0" in out and "transformers" in out
+    table = json.loads((tmp_path / "compare.json").read_text())
+    assert table["reference"].endswith("bf16 (recovery)")
+    row = next(cells for name, cells in table["rows"].items() if name.endswith("gnmr (low)"))
+    assert row["hellaswag acc"]["difference"]["items"] == 8 and row["hellaswag acc"]["stderr"] is not None
+    assert (tmp_path / "compare.md").read_text().strip() == out.strip()
+    assert (tmp_path / "compare.csv").read_text().startswith("method,metric,value")
+    assert cli(["compare", str(tmp_path)]) == 2
+    assert "no evaluation in it" in capsys.readouterr().err
+    assert cli(["compare", str(runs / "gnmr"), "--against", "nobody"]) == 2
+    assert "--against 'nobody': expected one of" in capsys.readouterr().err
+
+
+def test_results_of_the_first_version_are_read_as_then(tmp_path, capsys):
+    assert cli(["compare", str(STORED), "--output", str(tmp_path)]) == 0
+    assert "| evaluation (recovery) | 0.0000 ± 0.0000 | 1.0000 ± 0.0000 | 280.1162 |" in capsys.readouterr().out
+    for name in ("compare.json", "compare.csv"):
+        assert (tmp_path / name).read_text() == (STORED / name).read_text()
+
+
+@pytest.mark.parametrize("text", ['{"cut', "[]"])
+def test_a_broken_result_is_named(tmp_path, capsys, text):
+    shutil.copytree(STORED, tmp_path / "results")
+    (tmp_path / "results" / "recovery" / "hellaswag.json").write_text(text)
+    assert cli(["compare", str(tmp_path / "results")]) == 2
+    assert "hellaswag.json" in capsys.readouterr().err
+
+
+# -- one difference --------------------------------------------------------------------------------------------------------
+
+GENERATOR = np.random.default_rng(0)
+SCORES = GENERATOR.random(400) < 0.5
+BETTER = SCORES | (GENERATOR.random(400) < 0.2)
+NLL = -GENERATOR.random(50) * 100
+
+
+def of_scores(values):
+    """A result with a 0 or 1 for each item."""
+    scores = {str(i): float(v) for i, v in enumerate(values)}
+    return {"per_item": {"acc": scores}, "per_item_weight": {}, "item_hash": dict.fromkeys(scores, "same")}
+
+
+def of_blocks(values):
+    """A result with a log-likelihood for each block of 100 tokens."""
+    scores = {str(i): float(v) for i, v in enumerate(values)}
+    weights = {f"token_perplexity|{i}": 100.0 for i in scores}
+    return {"per_item": {"token_perplexity": scores}, "per_item_weight": weights, "item_hash": dict.fromkeys(scores, "same")}
+
+
+def test_a_row_has_no_difference_from_itself():
+    same = difference(of_scores(SCORES), of_scores(SCORES), "acc")
+    assert same == {"value": 0.0, "low": 0.0, "high": 0.0, "items": 400, "within_noise": True}
+
+
+def test_a_few_other_answers_are_noise_and_many_are_not():
+    few = SCORES.copy()
+    few[:4] = ~few[:4]
+    assert difference(of_scores(few), of_scores(SCORES), "acc")["within_noise"]
+    better = difference(of_scores(BETTER), of_scores(SCORES), "acc")
+    assert not better["within_noise"] and better["value"] == pytest.approx(BETTER.mean() - SCORES.mean())
+
+
+def test_perplexities_differ_by_their_paired_blocks():
+    worse = difference(of_blocks(NLL * 1.01), of_blocks(NLL), "token_perplexity")
+    assert worse["value"] == pytest.approx(math.exp(-NLL.sum() * 1.01 / 5000) - math.exp(-NLL.sum() / 5000))
+    assert not worse["within_noise"]
+
+
+def test_too_few_items_have_no_verdict():
+    assert difference(of_scores(BETTER[:9]), of_scores(SCORES[:9]), "acc")["within_noise"] is None
+
+
+def test_other_prompts_and_scores_that_are_not_finite_have_no_difference():
+    other = of_scores(SCORES) | {"item_hash": {str(i): "another prompt" for i in range(400)}}
+    assert difference(of_scores(BETTER), other, "acc") is None
+    assert difference(of_blocks(NLL * np.nan), of_blocks(NLL), "token_perplexity") is None
+
+
+# -- what is comparable ----------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_gives_nan_does_not_destroy_the_table(runs, tmp_path, capsys):
+    broken = copied(runs / "bf16", tmp_path / "broken")
+    weights = {k: v * float("nan") for k, v in load_file(broken / "adapter_model.safetensors").items()}
+    save_file(weights, broken / "adapter_model.safetensors")
+    evaluate(runs / "bf16", broken, tasks=["wikitext_tokens"])
+    assert "| nan |" in capsys.readouterr().out
+
+
+def test_other_texts_and_other_blocks_are_not_paired(runs, tmp_path, capsys):
+    for name, text in (("one", smoke_text()), ("two", smoke_text().replace("year", "spring"))):
+        (tmp_path / name / "wikitext2").mkdir(parents=True)
+        (tmp_path / name / "wikitext2" / "test.raw").write_text(text)
+    for out, run, data, block in (("a", "bf16", "one", 64), ("b", "gnmr", "two", 64), ("c", "gnmr", "one", 32)):
+        options = ["--data", str(tmp_path / data), "--block", str(block), "--output", str(tmp_path / out)]
+        assert cli(["eval", str(runs / run), *options, "--tasks", "wikitext_tokens", "--limit", "12", "--offline"]) == 0
+    for other in "bc":
+        capsys.readouterr()
+        assert cli(["compare", str(tmp_path / "a"), str(tmp_path / other)]) == 0
+        out = capsys.readouterr().out
+        assert "(no item in common)" in out and "NOT THE SAME ITEMS" in out and "block 64" in out
+
+
+def test_the_output_of_several_runs_is_compared_by_its_folder(runs, tmp_path, capsys):
+    evaluate(runs / "bf16", runs / "gnmr", "--output", tmp_path / "both")
+    capsys.readouterr()
+    assert cli(["compare", str(tmp_path / "both")]) == 0
+    out = capsys.readouterr().out
+    assert "| bf16-" in out and "| gnmr-" in out
+    evaluate(runs / "bf16", "--output", tmp_path / "both" / "one", "--precision", "recovery", tasks=["mmlu:sums"])
+    assert "mmlu:sums acc" in (out := capsys.readouterr().out) and "hellaswag" not in out, "only the requested task"
+    assert "n 6" in out and "built-in rows" in out
