@@ -43,7 +43,7 @@ _WITH_TORCH = {
     "quantize_int8": "backends.bnb.convert",
     "restore_plain": "backends.bnb.switchable",
 }
-"""Imported when they are asked for, so that traces are read, replayed and shown without torch being loaded."""
+"""Imported on first access, so that traces can be read, replayed and shown without loading torch."""
 
 
 def __getattr__(name: str) -> Any:

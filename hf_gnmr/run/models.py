@@ -1,6 +1,6 @@
-"""Models for a run: loaded from the Hub or a folder (or built in), put in 8-bit, given adapters that do not depend on it.
+"""Models for a run: loaded from the Hub or a folder (or built in), quantised, with adapters that do not depend on that.
 
-Also the way from a GGUF file to a folder of BF16 safetensors that everything else reads.
+Also converts a GGUF file to a folder of BF16 safetensors, which everything else reads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BUILTIN = "builtin"
 
 
 def model_source(section: ModelSection) -> str:
-    """Folder or Hub id of the base model; the built-in one is pre-trained first where it is not in the cache.
+    """Folder or Hub id of the base model; the built-in one is pre-trained first if it is not in the cache.
 
     Raises:
         RecipeError: a path that does not exist.
@@ -38,10 +38,11 @@ def model_source(section: ModelSection) -> str:
 
 
 def check_depth(source: str, section: ModelSection, gnmr: GNMRConfig | None, lora: LoraSection | None) -> None:
-    """Hold what is counted in layers against the depth in the model's configuration, before its weights are loaded.
+    """Compare settings that count layers with the model's configuration, before its weights are loaded.
 
     Raises:
-        RecipeError: no readable configuration, `gnmr.max_o` above the layers, or an adapter for a layer that is not there.
+        RecipeError: no readable configuration, another architecture than the recipe's, `gnmr.max_o` above the number of
+            layers, or an adapter for a layer that does not exist.
     """
     from transformers import AutoConfig
 
@@ -57,17 +58,17 @@ def check_depth(source: str, section: ModelSection, gnmr: GNMRConfig | None, lor
         return
     if gnmr is not None and isinstance(gnmr.max_o, int) and gnmr.max_o > depth:
         raise RecipeError(f"gnmr.max_o={gnmr.max_o}: expected at most {depth}, the model's decoder layers")
-    chosen = None if lora is None else lora.layers_to_transform
-    beyond = [layer for layer in chosen or [] if not 0 <= layer < depth]
+    layers = None if lora is None else lora.layers_to_transform
+    beyond = [layer for layer in layers or [] if not 0 <= layer < depth]
     if beyond and lora is not None:
         raise RecipeError(f"lora.layers_to_transform={lora.layers_to_transform}: expected layers from 0 to {depth - 1}")
 
 
 def build_from_scratch(section: ModelSection, seed: int) -> Any:
-    """A model of `section.architecture` with random weights: the same ones for a seed, in fp32 or cast to BF16.
+    """A model of `section.architecture` with random weights: the same weights for the same seed, in fp32 or cast to BF16.
 
     Raises:
-        RecipeError: values that do not make a model.
+        RecipeError: values from which no model can be built.
     """
     from transformers import AutoModelForCausalLM, set_seed
 
@@ -76,15 +77,15 @@ def build_from_scratch(section: ModelSection, seed: int) -> Any:
         set_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=section.attn_implementation)
     except (ValueError, TypeError, RuntimeError, ImportError) as error:
-        raise RecipeError(f"model.architecture: no model can be made of it: {error}") from error
+        raise RecipeError(f"model.architecture: cannot build a model from it: {error}") from error
     return model.to(torch.bfloat16 if section.dtype == "bfloat16" else torch.float32)
 
 
 def architecture_config(section: ModelSection) -> Any:
-    """`section.architecture` as transformers' configuration.
+    """`section.architecture` as a transformers configuration.
 
     Raises:
-        RecipeError: an unknown model_type, or values that it refuses.
+        RecipeError: an unknown model_type, or values that its configuration refuses.
     """
     from transformers import AutoConfig
 
@@ -96,10 +97,10 @@ def architecture_config(section: ModelSection) -> Any:
 
 
 def scratch_tokenizer(section: ModelSection) -> Any:
-    """The tokenizer of a model from scratch.
+    """The tokenizer for a model from scratch.
 
     Raises:
-        RecipeError: it cannot be loaded, or has more tokens than the model.
+        RecipeError: it cannot be loaded, or has more tokens than the model's vocabulary.
     """
     assert section.tokenizer is not None and section.architecture is not None
     if section.tokenizer == "bytes":
@@ -110,15 +111,17 @@ def scratch_tokenizer(section: ModelSection) -> Any:
         tokenizer = load_tokenizer(os.path.expanduser(section.tokenizer), section)
     size = getattr(architecture_config(section), "vocab_size", None)
     if size is not None and len(tokenizer) > size:
-        raise RecipeError(f"model.architecture.vocab_size={size}: {section.tokenizer} has {len(tokenizer)} tokens")
+        raise RecipeError(
+            f"model.architecture.vocab_size={size}: expected at least {len(tokenizer)}, the tokens of {section.tokenizer}"
+        )
     return tokenizer
 
 
 def load_tokenizer(source: str, section: ModelSection) -> Any:
-    """The model's fast tokenizer, with an end and a padding token.
+    """The model's fast tokenizer, with an end-of-sequence and a padding token.
 
     Raises:
-        RecipeError: no fast tokenizer, or no end token.
+        RecipeError: no fast tokenizer, or no end-of-sequence token.
     """
     from transformers import AutoTokenizer
 
@@ -129,14 +132,14 @@ def load_tokenizer(source: str, section: ModelSection) -> Any:
     except (OSError, ValueError) as error:
         raise RecipeError(f"model.name={section.name!r}: the tokenizer cannot be loaded: {error}") from error
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
-        raise RecipeError(f"model.name={section.name!r}: a fast tokenizer with an end-of-sequence token is needed")
+        raise RecipeError(f"model.name={section.name!r}: expected a fast tokenizer with an end-of-sequence token")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
 def load_base(source: str, section: ModelSection, backend: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """The base model in `dtype`, or as the backend of this name stores it (8-bit linears for int8).
+    """The base model in `dtype`, or as the named backend stores it (8-bit linears for int8).
 
     Raises:
         RecipeError: it cannot be loaded.
@@ -159,10 +162,10 @@ def load_base(source: str, section: ModelSection, backend: str, dtype: torch.dty
 
 
 def add_adapters(model: Any, section: LoraSection, seed: int) -> Any:
-    """The model under PEFT, its adapters independent of the base's dtype.
+    """The model under PEFT, with adapters that do not depend on the base's dtype.
 
-    PEFT draws A in the base's dtype, so that one seed gives different adapters over an 8-bit and a BF16 base; here they
-    are drawn anew in fp32, each from its own name, or copied from `init_adapter`.
+    PEFT draws A in the base's dtype, so the same seed gives different adapters over an 8-bit and a BF16 base. Here they are
+    drawn again in fp32, each seeded by its own name, or copied from `init_adapter`.
 
     Raises:
         RecipeError: targets that match nothing, or an adapter that does not fit.
@@ -181,7 +184,7 @@ def add_adapters(model: Any, section: LoraSection, seed: int) -> Any:
 
 
 def lora_config(section: LoraSection) -> Any:
-    """The section as PEFT's configuration."""
+    """The section as a PEFT configuration."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -196,10 +199,10 @@ def lora_config(section: LoraSection) -> Any:
 
 
 def load_adapter(model: Any, folder: str, key: str) -> None:
-    """Put an adapter's weights into a PEFT model that has adapters of the same shape.
+    """Load an adapter's weights into a PEFT model that has adapters of the same shape.
 
     Raises:
-        RecipeError: no such folder, or tensors that are missing, left over or of another shape; `key` is named.
+        RecipeError: no such folder, or tensors that are missing, unexpected or of another shape; the message names `key`.
     """
     from peft.utils import load_peft_weights, set_peft_model_state_dict
 
@@ -219,7 +222,7 @@ def load_adapter(model: Any, folder: str, key: str) -> None:
 
 
 def draw_adapters(model: Any, seed: int) -> None:
-    """A ~ U(±1/√fan_in), PEFT's distribution (Kaiming with a = √5), in fp32 and per name; B = 0."""
+    """Draw A ~ U(±1/√fan_in), PEFT's distribution (Kaiming with a = √5), in fp32 and seeded per name; set B to 0."""
     for name, p in model.named_parameters():
         if lora_part(name) == "A":
             digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
@@ -234,11 +237,11 @@ def draw_adapters(model: Any, seed: int) -> None:
 def import_gguf(gguf_file: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Path:
     """Turn a GGUF file into a folder of BF16 safetensors with config and tokenizer.
 
-    The weights are the dequantised ones: as exact as the GGUF file, whatever it was made from.
+    The weights are the dequantised ones: as exact as the GGUF file, not as the model that it was made from.
 
     Args:
         gguf_file: e.g. ``SmolLM2-135M-Instruct.Q4_1.gguf``.
-        folder: to be made; it must not exist.
+        folder: the folder to create; it must not exist.
 
     Raises:
         SetupError: no such file, the folder exists, or the file's architecture is unknown to transformers.
@@ -249,13 +252,13 @@ def import_gguf(gguf_file: str | os.PathLike[str], folder: str | os.PathLike[str
     if not file.is_file():
         raise SetupError(f"{file}: no such file")
     if target.exists():
-        raise SetupError(f"{target} exists already: remove it, or name another folder")
+        raise SetupError(f"{target} exists already: remove it, or choose another folder")
     try:
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except (ImportError, ValueError, OSError) as error:
-        raise SetupError(f"{file} cannot be read: {error} (it takes gguf: pip install 'hf-gnmr[gguf]')") from error
-    # The loaded model is marked as GGUF-quantised, which save_pretrained refuses: a plain twin takes its weights.
+        raise SetupError(f"{file} cannot be read: {error} (this needs gguf: pip install 'hf-gnmr[gguf]')") from error
+    # save_pretrained refuses the loaded model because it is marked as GGUF-quantised: copy its weights to a plain twin.
     config = model.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config

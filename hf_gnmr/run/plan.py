@@ -1,6 +1,6 @@
-"""``hf-gnmr plan RECIPE``: what a recipe needs, without loading a weight, as a table or as JSON.
+"""``hf-gnmr plan RECIPE``: the memory and steps that a recipe needs, without loading weights, as a table or as JSON.
 
-Activations are not in it: they depend on batch, length and checkpointing.
+Activations are not included: they depend on batch, length and checkpointing.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ __all__ = ["in_words", "main", "plan"]
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status (1: does not fit, 2: something to fix)."""
-    parser = argparse.ArgumentParser(prog="hf-gnmr plan", description="What a recipe needs; loads no weights.")
+    parser = argparse.ArgumentParser(prog="hf-gnmr plan", description="Show what a recipe needs; loads no weights.")
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--device-memory", metavar="SIZE", help="fail where the recipe's own way does not fit, e.g. 24GB")
-    parser.add_argument("--processes", type=int, default=1, help="processes of the run, for the number of steps")
-    parser.add_argument("--rows", type=int, help="training rows, where the data set is not available")
-    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.add_argument(
+        "--device-memory", metavar="SIZE", help="fail if the recipe's own way of storing the base does not fit, e.g. 24GB"
+    )
+    parser.add_argument("--processes", type=int, default=1, help="number of processes in the run, for the number of steps")
+    parser.add_argument("--rows", type=int, help="number of training rows, if the data set is not available")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     options = parser.parse_intermixed_args(argv)
     try:
         limit = None if options.device_memory is None else parse_bytes("--device-memory", options.device_memory)
@@ -49,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def in_words(figures: dict[str, Any]) -> str:
-    """The figures as a table, in decimal GB or MB."""
+    """The figures as a table, in decimal GB or MB; as lines if there is only one way to hold the model."""
     if "ways" not in figures:
         return activations_in_words(figures)
     unit, size_of = ("GB", 1e9) if figures["ways"]["bf16"]["weights"] >= 1e9 else ("MB", 1e6)
@@ -64,36 +66,36 @@ def in_words(figures: dict[str, Any]) -> str:
         f"adapters {amount(figures['adapter_bytes'])} {unit}, gradients {amount(figures['gradient_bytes'])} {unit}, "
         f"optimizer state ({figures['optimizer']}) {amount(figures['optimizer_bytes'])} {unit}",
         "",
-        f"{f'{unit} (decimal), before activations':38} {'weights':>8} {'recovery':>9} {'in all':>8} {'host':>8} "
-        f"{'moved a step':>13}",
+        f"{f'{unit} (decimal), before activations':38} {'weights':>8} {'recovery':>9} {'total':>8} {'host':>8} "
+        f"{'moved per step':>14}",
     ]
     for key, way in figures["ways"].items():
         mark = "  <- this recipe" if key == figures["way"] else ""
         lines.append(
             f"{way['name']:38} {amount(way['weights']):>8} {amount(way['recovery']):>9} {amount(way['device_bytes']):>8} "
-            f"{amount(way['host_bytes']):>8} {amount(way['moved']):>13}{mark}"
+            f"{amount(way['host_bytes']):>8} {amount(way['moved']):>14}{mark}"
         )
     lines += [
         "",
-        f"recovery: what {figures['most_lifted'] or figures['max_o']} lifted units add at most (host), or what is resident "
-        f"whatever is active (device; about {100 * EXCEPTIONS:.1f}% exceptions, known only from the weights)",
-        "moved a step: from host to device at worst, when all lifted units change; host: anonymous memory",
+        f"recovery: at most what {figures['most_lifted'] or figures['max_o']} lifted units add (host), or what is resident "
+        f"whichever units are active (device; about {100 * EXCEPTIONS:.1f}% exceptions, known only from the weights)",
+        "moved per step: from host to device in the worst case, when all lifted units change; host: anonymous memory",
     ]
     if figures["checkpoint_cast_to_bf16"]:
         lines.append("the checkpoint is not BF16: on a CPU recovery=host holds one BF16 copy of it")
     if figures["optimizer_bytes"] is None:
-        lines.append("this optimizer's state is not known here and not in the sums")
+        lines.append("the size of this optimizer's state is not known here and not included in the totals")
     return "\n".join(lines)
 
 
 def seats_in_words(figures: dict[str, Any]) -> str:
-    """maxO, and how many units can be lifted where the trigger does not keep to it."""
-    free = "" if figures["most_lifted"] == figures["max_o"] else f", {figures['most_lifted']} lifted at a time at most"
+    """maxO, and how many units can be lifted if the trigger does not keep to it."""
+    free = "" if figures["most_lifted"] == figures["max_o"] else f", at most {figures['most_lifted']} lifted at a time"
     return f"maxO {figures['max_o']}{free}"
 
 
 def head_in_words(figures: dict[str, Any]) -> list[str]:
-    """What every plan begins with."""
+    """The first lines of every plan."""
     steps = "not known (give --rows)" if figures["steps"] is None else f"{figures['steps']:,}"
     return [
         f"{figures['parameters']:,} parameters, {figures['trainable_parameters']:,} trainable",
@@ -118,7 +120,7 @@ def activations_in_words(figures: dict[str, Any]) -> str:
         kept = ", ".join(f"{amount(size)} ({name})" for name, size in figures["saved_bytes"].items())
         lines.append(
             f"inputs of projections kept for the backward of a micro-batch of {figures['micro_batch_tokens']:,} tokens: "
-            f"{kept}; other activations are not in it"
+            f"{kept}; other activations are not included"
         )
     return "\n".join(lines)
 

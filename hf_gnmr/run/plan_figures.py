@@ -1,8 +1,8 @@
 """What a recipe needs, from its architecture alone: the model is built on the meta device, where it takes no memory.
 
-A base in few bits gets the modules that loading would give it, and adapters are added as a run does it, so that the sums are
-over the same modules that a run's census counts.  For saved activations one micro-batch goes through the model under the
-backend itself: what it counts as kept for the backward is what a run counts.
+A quantised base gets the same modules as when it is loaded, and adapters are added as in a run, so the totals cover the same
+modules that a run's census counts.  For saved activations, one micro-batch passes through the model under the backend,
+which counts what is kept for the backward exactly as in a run.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from .sections import Recipe, RecipeError
 STATE_BYTES = {"adamw": 8, "adam": 8, "adafactor": None, "sgd": 0, "rmsprop": 4, "lion": 4, "adagrad": 4}
 """Bytes of optimizer state per trainable parameter, by the beginning of the optimizer's name (fp32 states)."""
 UNKNOWN_STEPS = 1_000_000
-"""Stands for the number of steps where it is unknown: how many units can be lifted does not depend on it."""
+"""Used if the number of steps is unknown: how many units can be lifted does not depend on it."""
 
 
 def plan(recipe: Recipe, *, processes: int = 1, rows: int | None = None) -> dict[str, Any]:
-    """The figures, in bytes and counts.
+    """The recipe's figures, in bytes and counts.
 
     Raises:
-        RecipeError: no architecture available, or adapters that match nothing.
-        ConfigError, SetupError: what the run itself would raise.
+        RecipeError: no architecture available, or adapters that match no module.
+        ConfigError, SetupError: the errors that the run itself would raise.
     """
-    config, where = architecture(recipe)
+    config, source = architecture(recipe)
     steps = _steps(recipe, processes, rows)
     backend = BACKENDS[recipe.backend.name]
     by_base = recipe.lora is not None and (backend.quantised_base or not backend.switches)
-    figures = (_plan_bases if by_base else _plan_whole)(recipe, config, where, steps["steps"])
+    figures = (_plan_bases if by_base else _plan_whole)(recipe, config, source, steps["steps"])
     return {**figures, **steps}
 
 
-def _plan_bases(recipe: Recipe, config: Any, where: str, total_steps: int | None) -> dict[str, Any]:
-    """Of adapters over a frozen base: the ways to hold the base side by side."""
-    # Before the model is built, which sets it to what it is built in.
+def _plan_bases(recipe: Recipe, config: Any, source: str, total_steps: int | None) -> dict[str, Any]:
+    """Figures for adapters over a frozen base: the ways to hold the base, side by side."""
+    # Read before the model is built, because building sets it.
     cast = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.") != "bfloat16"
     own = BACKENDS[recipe.backend.name]
-    # A recipe that switches nothing is compared with the default backend's ways.
+    # A recipe that switches nothing is compared with the ways of the default backend.
     backend = own if own.quantised_base else BACKENDS[DEFAULT_BACKEND]
     options = recipe.backend.options if own.quantised_base else backend.Options()
     plain, _ = _with_adapters(config, recipe, None)
@@ -78,7 +78,7 @@ def _plan_bases(recipe: Recipe, config: Any, where: str, total_steps: int | None
     common = 4 * trainable + 4 * trainable + (state or 0)  # adapters and gradients in fp32
     ways = [Way("bf16", "BF16", sum(2 * p.numel() for p in frozen)), *planned.ways]
     return {
-        "architecture": where,
+        "architecture": source,
         "parameters": sum(p.numel() for p in frozen),
         "trainable_parameters": trainable,
         "units": len(units),
@@ -106,8 +106,8 @@ def _plan_bases(recipe: Recipe, config: Any, where: str, total_steps: int | None
     }
 
 
-def _plan_whole(recipe: Recipe, config: Any, where: str, total_steps: int | None) -> dict[str, Any]:
-    """Of a model that is held in one way, whatever is switched in it."""
+def _plan_whole(recipe: Recipe, config: Any, source: str, total_steps: int | None) -> dict[str, Any]:
+    """Figures for a model that is held in one way, whatever is switched in it."""
     backend = BACKENDS[recipe.backend.name]
     with torch.device("meta"):
         model = base_on_meta(recipe, config)
@@ -120,11 +120,11 @@ def _plan_whole(recipe: Recipe, config: Any, where: str, total_steps: int | None
         forward = functools.partial(_forward, recipe=recipe)
         saved = backend.plan_saved(model, units, recipe.backend.options, forward, half)
     per_parameter = _per_parameter(str(recipe.training.get("optim", "adamw_torch")))
-    # States are in the parameters' dtype: two of them (Adam) are 8 bytes per parameter in fp32.
+    # States have the parameters' dtype: Adam's two take 8 bytes per parameter in fp32.
     state = None if per_parameter is None else int(per_parameter * size / 4)
     held = weights + (size if recipe.lora is not None else 0)
     return {
-        "architecture": where,
+        "architecture": source,
         "parameters": parameters,
         "trainable_parameters": numbers,
         "units": len(units),
@@ -141,19 +141,19 @@ def _plan_whole(recipe: Recipe, config: Any, where: str, total_steps: int | None
 
 
 def options_of(recipe: Recipe) -> Options:
-    """What is switched and how, as a run of the recipe has it."""
+    """What is switched and how, as in a run of the recipe."""
     return Options(layers=recipe.model.layers, **recipe.backend.keywords(), **recipe.trigger.keywords())
 
 
 def _per_parameter(optimizer: str) -> float | None:
-    """Bytes of state a parameter; None: not known."""
+    """Bytes of optimizer state per parameter; None: not known."""
     kind = optimizer.removeprefix("paged_")
     size = next((size for name, size in STATE_BYTES.items() if kind.startswith(name)), None)
     return None if size is None else size / (4 if "8bit" in kind else 8 if "4bit" in kind else 1)
 
 
 def architecture(recipe: Recipe) -> tuple[Any, str]:
-    """The model's configuration and where it is from: its folder, the recipe itself, or the Hub."""
+    """The model's configuration and its source: the model's folder, the recipe itself, or the Hub."""
     from transformers import AutoConfig
 
     section = recipe.model
@@ -175,18 +175,18 @@ def architecture(recipe: Recipe) -> tuple[Any, str]:
     except (OSError, ValueError) as error:
         raise RecipeError(
             f"model.name={section.name!r}: its configuration cannot be loaded ({error}), and the recipe has no "
-            "model.architecture to go by"
+            "model.architecture to use instead"
         ) from error
     return config, section.name
 
 
 def _with_adapters(config: Any, recipe: Recipe, backend: type[Backend] | None) -> tuple[Any, list[Unit]]:
-    """The model under its adapters without any memory, its base stored as `backend` stores it (None: BF16); its units."""
+    """The model with its adapters on the meta device, the base stored as by `backend` (None: BF16), and its units."""
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
     section = recipe.lora
-    assert section is not None  # a base is stored in few bits under adapters only
+    assert section is not None  # only a base under adapters is quantised
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         if backend is not None:
@@ -202,6 +202,7 @@ def _with_adapters(config: Any, recipe: Recipe, backend: type[Backend] | None) -
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
+    """Show only errors from transformers."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()
@@ -222,7 +223,7 @@ def base_on_meta(recipe: Recipe, config: Any) -> Any:
 
 
 def seats_on_meta(recipe: Recipe, model: Any, total_steps: int | None = None) -> tuple[Any, list[Unit], int, int]:
-    """The model with its adapters, its units, maxO, and how many units can be lifted at a time.
+    """The model with its adapters, its units, maxO, and the most units that can be lifted at a time.
 
     Raises:
         ConfigError, SetupError: no such units, or a budget or trigger that does not fit them.
@@ -243,10 +244,10 @@ def seats_on_meta(recipe: Recipe, model: Any, total_steps: int | None = None) ->
 
 
 def most_lifted(recipe: Recipe, names: list[str], recoverable: list[bool], max_o: int, total_steps: int | None) -> int:
-    """Units that the trigger can have on the recovery path at a time.
+    """The most units that the trigger can have on the recovery path at a time.
 
     Raises:
-        ConfigError: what the run's trigger would refuse, such as a list that matches no unit or a ratio above maxO.
+        ConfigError: what the run's trigger would also refuse, such as a list that matches no unit or a ratio above maxO.
     """
     if not any(recoverable):
         return 0
@@ -267,25 +268,26 @@ def most_lifted(recipe: Recipe, names: list[str], recoverable: list[bool], max_o
 
 
 def _forward(model: Any, recipe: Recipe) -> None:
+    """One micro-batch of the recipe's size through the model, on the meta device."""
     rows, length = recipe.training.get("per_device_train_batch_size", 8), recipe.data.max_length
     model.train()
-    # With a mask of its final form nothing asks for values, which the meta device does not have.
+    # A mask in its final form: otherwise transformers would look at values, which the meta device does not have.
     mask = torch.zeros((rows, 1, length, length), device="meta")
     ids = torch.zeros((rows, length), dtype=torch.long, device="meta")
     model(input_ids=ids, attention_mask=mask, position_ids=ids, use_cache=False)
 
 
 def _steps(recipe: Recipe, processes: int, rows: int | None) -> dict[str, Any]:
-    """Optimizer steps as the Trainer counts them, or why they are not known."""
+    """Optimizer steps as the Trainer counts them (None: not known), the global batch, processes and rows."""
     training = recipe.training
     per_step = training.get("per_device_train_batch_size", 8) * processes
     accumulation = training.get("gradient_accumulation_steps", 1)
-    found = {"global_batch": per_step * accumulation, "processes": processes}
+    figures = {"global_batch": per_step * accumulation, "processes": processes}
     if training.get("max_steps", -1) > 0:
-        return {**found, "steps": training["max_steps"], "rows": rows}
+        return {**figures, "steps": training["max_steps"], "rows": rows}
     rows = rows if rows is not None else recipe.data.rows
     if rows is None:
-        return {**found, "steps": None, "rows": None}
+        return {**figures, "steps": None, "rows": None}
     batches = rows // per_step if training.get("dataloader_drop_last") else math.ceil(rows / per_step)
     windows = math.ceil(batches / accumulation)
-    return {**found, "steps": math.ceil(training.get("num_train_epochs", 3) * windows), "rows": rows}
+    return {**figures, "steps": math.ceil(training.get("num_train_epochs", 3) * windows), "rows": rows}

@@ -1,9 +1,9 @@
-"""Recipes: one YAML file a run, plus ``section.key=value`` overrides, checked before anything is loaded.
+"""Recipes: one YAML file per run, plus ``section.key=value`` overrides, checked before anything is loaded.
 
 A recipe has the sections below.  `training` takes the fields of transformers' `TrainingArguments` and `gnmr` those of
-`GNMRConfig`, by their own names.  A recipe may extend another (`extends:`), and overrides go over both; either may name
-another backend, which takes the options of the old one away.  Every value is brought to the type of its field (``2e-5`` is
-a number here, which YAML 1.1 does not think) or refused, naming key, value and what is allowed; unknown keys are refused
+`GNMRConfig`, by their own names.  A recipe may extend another (`extends:`), and overrides apply on top of both; either may
+name another backend, which removes the old one's options.  Every value is converted to the type of its field (``2e-5`` is a
+number here, although YAML 1.1 reads it as text) or refused, naming key, value and what is expected; unknown keys are refused
 with the nearest known one.
 """
 
@@ -51,10 +51,10 @@ SCRATCH = "scratch"
 
 
 def find_recipe(name: str) -> Path:
-    """A recipe file by path, or by name among those that come with the package (``quickstart``, ``quickstart.yaml``).
+    """A recipe file by path, or by the name of a recipe in the package (``quickstart``, ``quickstart.yaml``).
 
     Raises:
-        RecipeError: no such file; the message lists the recipes there are.
+        RecipeError: no such file; the message lists the package's recipes.
     """
     path = Path(name)
     if path.is_file():
@@ -67,11 +67,11 @@ def find_recipe(name: str) -> Path:
                 if candidate.is_file():
                     return candidate
     known = sorted({p.stem for folder in folders if folder.is_dir() for p in folder.glob("*.yaml")})
-    raise RecipeError(f"no recipe file {name!r}; by name there are: {', '.join(known)}")
+    raise RecipeError(f"no recipe file {name!r}; available by name: {', '.join(known)}")
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
-    """Read, override, check.
+    """Read a recipe, apply the overrides, check the result.
 
     Args:
         path: the YAML file.
@@ -93,7 +93,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | tuple[str, 
                 raise RecipeError(f"override {override!r}: the recipe says {section}: false")
             changes.setdefault(section, {})[name] = yaml.load(text, Loader=Yaml12)  # noqa: S506 (a SafeLoader)
         except yaml.YAMLError as error:
-            raise RecipeError(f"override {override!r}: the value is not YAML ({error})") from error
+            raise RecipeError(f"override {override!r}: the value is not valid YAML ({error})") from error
     for section, values in changes.items():
         raw[section] = _over(section, raw.get(section, {}), values)
     training = check_training(raw.get("training", {}))
@@ -101,7 +101,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | tuple[str, 
     sections: dict[str, Any] = {"training": training}
     for section in ("model", "data"):
         if section not in raw:
-            raise RecipeError(f"{section}: the section is missing; {section}.name says which one to use")
+            raise RecipeError(f"{section}: the section is missing; {section}.name chooses the {section} to use")
     for section, cls in SECTIONS.items():
         if section == "lora" and raw.get(section) is False:
             sections[section] = None
@@ -115,22 +115,22 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | tuple[str, 
 
 
 def _read(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A recipe's sections as plain values, over those of the recipe that it `extends`, if any."""
+    """A recipe's sections as plain values, on top of those of the recipe that it `extends`, if any."""
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), Loader=Yaml12)  # noqa: S506 (a SafeLoader)
     except yaml.YAMLError as error:
-        raise RecipeError(f"{path} is not YAML: {error}") from error
+        raise RecipeError(f"{path} is not valid YAML: {error}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} cannot be read: {error}") from error
     if not isinstance(raw, dict):
-        raise RecipeError(f"{path}: a recipe has the sections {', '.join(SECTIONS)}")
+        raise RecipeError(f"{path}: expected a recipe with the sections {', '.join(SECTIONS)}")
     extended = raw.pop("extends", None)
     base: dict[str, Any] = {}
     if extended is not None:
         if not isinstance(extended, str):
-            raise RecipeError(f"extends={extended!r}: expected the file name of a recipe beside this one")
+            raise RecipeError(f"extends={extended!r}: expected the file name of a recipe in the same folder")
         if path.resolve() in below:
-            raise RecipeError(f"{path} extends itself, by way of {', '.join(p.name for p in below)}")
+            raise RecipeError(f"{path} extends itself, through {', '.join(p.name for p in below)}")
         base = _read(path.parent / extended, (*below, path.resolve()))
     for section, values in raw.items():
         check_known(section, [*SECTIONS, "extends"], "section")
@@ -140,14 +140,14 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
             base[section] = False
             continue
         if not isinstance(values, dict):
-            raise RecipeError(f"{section}={values!r}: a section holds key: value lines")
-        below_it = base.get(section)
-        base[section] = _over(section, below_it if isinstance(below_it, dict) else {}, values)
+            raise RecipeError(f"{section}={values!r}: expected a section of key: value lines")
+        inherited = base.get(section)
+        base[section] = _over(section, inherited if isinstance(inherited, dict) else {}, values)
     return base
 
 
 def _over(section: str, below: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """`values` over those of a recipe below; where they name another backend, the options that it does not have go."""
+    """`values` on top of those below; if they name another backend, options that it does not have are removed."""
     if section == "backend" and "name" in values and values["name"] != below.get("name", DEFAULT_BACKEND):
         backend = BACKENDS.get(str(values["name"]))
         own = {} if backend is None else backend.Options.defaults()
@@ -158,7 +158,7 @@ def _over(section: str, below: dict[str, Any], values: dict[str, Any]) -> dict[s
 
 
 def _fits_together(recipe: Recipe) -> None:
-    """Raise RecipeError for sections that do not go with each other."""
+    """Raise RecipeError for sections that do not fit together."""
     model, data = recipe.model, recipe.data
     if model.name == SCRATCH:
         if not model.architecture or "model_type" not in model.architecture or model.tokenizer is None:
@@ -168,17 +168,17 @@ def _fits_together(recipe: Recipe) -> None:
         if recipe.lora is not None:
             raise RecipeError("model.name='scratch' trains all weights: expected lora: false")
     elif model.tokenizer is not None:
-        raise RecipeError(f"model.tokenizer={model.tokenizer!r} is for model.name='scratch'; {model.name} has its own")
+        raise RecipeError(f"model.tokenizer={model.tokenizer!r}: only for model.name='scratch'; {model.name} has its own")
     if recipe.lora is None and BACKENDS[recipe.backend.name].quantised_base:
         raise RecipeError(
-            f"lora: false with backend.name={recipe.backend.name!r}: a base in few bits cannot be trained; it needs adapters"
+            f"lora: false with backend.name={recipe.backend.name!r}: a quantised base cannot be trained; it needs adapters"
         )
     if recipe.lora is not None and model.dtype is not None:
-        raise RecipeError(f"model.dtype={model.dtype!r} is for lora: false; under LoRA the base is BF16 or INT8")
+        raise RecipeError(f"model.dtype={model.dtype!r}: only for lora: false; under LoRA the base is BF16 or INT8")
     if data.text is None and data.streaming:
-        raise RecipeError("data.streaming=True needs data.text: prompts and answers are read whole")
+        raise RecipeError("data.streaming=True needs data.text: prompts and answers cannot be streamed")
     if data.documents is not None and data.text is None:
-        raise RecipeError(f"data.documents={data.documents!r} is for text: give data.text, or data.rows")
+        raise RecipeError(f"data.documents={data.documents!r}: only with data.text; give data.text, or use data.rows")
 
 
 def _section(section: str, cls: type, values: dict[str, Any]) -> Any:
@@ -200,7 +200,7 @@ def _section(section: str, cls: type, values: dict[str, Any]) -> Any:
 
 
 def _checked(section: str, make: Callable[..., Any], values: dict[str, Any]) -> Any:
-    """What `make` makes of the values; its refusal with the section before the field."""
+    """`make(**values)`; its ConfigError becomes a RecipeError with the section before the field."""
     try:
         return make(**values)
     except RecipeError:
@@ -230,19 +230,19 @@ def trigger_section(values: dict[str, Any]) -> TriggerSection:
         RecipeError: an unknown trigger or option, or a wrong value.
     """
     options = {cls.name: cls.Options for cls in TRIGGERS.values()}
-    # A null says that an option was not given.
-    given = {key: value for key, value in values.items() if value is not None}
-    name, own = _choice("trigger", DEFAULT_TRIGGER, options, given, ())
+    # A null means that the option is not set.
+    values_set = {key: value for key, value in values.items() if value is not None}
+    name, own = _choice("trigger", DEFAULT_TRIGGER, options, values_set, ())
     return TriggerSection(name, _checked("trigger", options[name], own))
 
 
 def _choice(
     section: str, default: str, options: Mapping[str, Any], values: dict[str, Any], common: tuple[str, ...]
 ) -> tuple[str, dict[str, Any]]:
-    """The name that a section chooses, and its values for that choice, each of its field's type.
+    """The name that a section chooses, and the values for that choice, each of its field's type.
 
-    An option of another backend may be given at its default, where it has no effect (recipes as version 0.1.0 resolved them
-    list the options of all backends).
+    An option of another backend is accepted at its default, where it has no effect (recipes resolved by version 0.1.0 list
+    the options of all backends).
     """
     name = check_value(f"{section}.name", values.get("name", default), str)
     _checked(section, one_of, {"name": "name", "value": name, "choices": options})
@@ -260,18 +260,18 @@ def _choice(
             check_known(key, list(known), "key", f"{section}.")
         elif section != "backend" or value not in [options[owner].defaults()[key] for owner in owners]:
             raise RecipeError(
-                f"{section}.{key}={value!r} belongs to {section}.name={' or '.join(map(repr, owners))}; this recipe has "
+                f"{section}.{key}={value!r} belongs to {section}.name={' or '.join(map(repr, owners))}; this recipe uses "
                 f"{name!r}"
             )
     return name, own
 
 
 READERS: dict[str, Callable[[dict[str, Any]], Any]] = {"backend": backend_section, "trigger": trigger_section}
-"""Sections whose keys depend on what they name."""
+"""Sections whose keys depend on the name that they choose."""
 
 
 def normalised(values: dict[str, Any]) -> dict[str, Any]:
-    """A stored recipe's sections as `Recipe.to_dict` has them; a section that can no longer be read stays as it is.
+    """A stored recipe's sections as `Recipe.to_dict` returns them; sections that can no longer be read stay as they are.
 
     Version 0.1.0 listed the options of every backend and trigger.
     """
@@ -283,7 +283,7 @@ def normalised(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_training(values: dict[str, Any]) -> dict[str, Any]:
-    """The `training` section with every value of the type that `TrainingArguments` declares for it."""
+    """The `training` section, with every value converted to the type that `TrainingArguments` declares."""
     from transformers import TrainingArguments
 
     hints = typing.get_type_hints(TrainingArguments)
@@ -292,6 +292,6 @@ def check_training(values: dict[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         check_known(name, known, "key", "training.")
         result = check_value(f"training.{name}", value, hints[name])
-        # A step count that may also be a share is declared a float; written as a whole number it stays one.
+        # A step count that may also be a share is declared as a float; a whole number stays a whole number.
         checked[name] = value if type(value) is int and isinstance(result, float) else result
     return checked

@@ -1,4 +1,4 @@
-"""Values of a recipe: each brought to the type of its field, or refused by name with what was expected."""
+"""A recipe's values: each is converted to the type of its field, or refused with its name and what was expected."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ LEAST: dict[str, float] = {
     "training.gradient_accumulation_steps": 1, "training.max_steps": 1, "training.num_train_epochs": 0,
     "training.logging_steps": 0, "training.save_steps": 0, "training.seed": 0, "training.label_smoothing_factor": 0,
 }  # fmt: skip
-"""Least allowed value of a key. `training.max_steps` may also be -1, transformers' "by epochs"."""
+"""Lowest valid value per key. `training.max_steps` may also be -1, which means "by epochs" in transformers."""
 
 MOST: dict[str, float] = {"lora.lora_dropout": 1, "training.label_smoothing_factor": 1}
+"""Highest valid value per key."""
 
 
 def check_value(key: str, value: Any, hint: Any) -> Any:
-    """`value` as the type `hint`, within the range of `key`.
+    """`value` converted to the type `hint` and checked against the range of `key`.
 
     Raises:
         RecipeError: naming key, value and the expected type or range.
     """
-    allowed = _words(hint)
+    expected = _words(hint)
     union = typing.get_args(hint) or (hint,)
     if isinstance(value, bool) and not any(t in (bool, Any) or _holds(t, value) for t in union):
-        raise RecipeError(f"{key}={value!r}: expected {allowed}")
+        raise RecipeError(f"{key}={value!r}: expected {expected}")
     names = [member.value for t in union if isinstance(t, type) and issubclass(t, Enum) for member in t]
     if names and isinstance(value, str) and value not in names:
         near = difflib.get_close_matches(value, names, n=1)
@@ -44,7 +45,7 @@ def check_value(key: str, value: Any, hint: Any) -> Any:
     try:
         result = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
     except ValidationError as error:
-        raise RecipeError(f"{key}={value!r}: expected {allowed}") from error
+        raise RecipeError(f"{key}={value!r}: expected {expected}") from error
     # GNMRConfig checks its own ranges.
     if isinstance(result, (int, float)) and not isinstance(result, bool) and not key.startswith("gnmr."):
         least, most = LEAST.get(key, -math.inf), MOST.get(key, math.inf)
@@ -57,17 +58,18 @@ def check_value(key: str, value: Any, hint: Any) -> Any:
 
 
 def _holds(hint: Any, value: Any) -> bool:
-    """Whether a Literal names exactly this value."""
+    """Whether the type is a Literal with exactly this value."""
     return typing.get_origin(hint) is Literal and any(value is v for v in typing.get_args(hint))
 
 
 def _words(hint: Any) -> str:
+    """The type as text, without module names."""
     text = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
     return re.sub(r"\b(?:typing|transformers\.[\w.]*|collections\.abc)\.", "", text)
 
 
 def check_known(name: Any, known: list[str], kind: str, prefix: str = "") -> None:
-    """Raise RecipeError for a name that is not known, with the nearest one that is."""
+    """Raise RecipeError for an unknown name, with the nearest known one."""
     if name not in known:
         near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
         hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(known)}"

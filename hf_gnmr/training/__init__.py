@@ -1,1 +1,1 @@
-"""One training under control: reading gradients, deciding, switching, writing the trace."""
+"""One controlled training: reading gradients, deciding, switching, writing the trace."""

@@ -1,9 +1,9 @@
-"""GNMRCallback: a session's wiring to the Trainer's events; it decides nothing.
+"""GNMRCallback: connects a session to the Trainer's events; it decides nothing itself.
 
     Trainer(model, args, train_dataset=..., callbacks=[GNMRCallback()]).train()
 
-A step's way: the model's backward leaves a reading of the norms (`gradients`), `on_pre_optimizer_step` fetches it,
-`on_step_end` has the controller decide and the backend put the decision in force, and one line goes to the trace.
+In each step, the model's backward leaves a reading of the norms (`gradients`), `on_pre_optimizer_step` fetches it,
+`on_step_end` lets the controller decide and the backend apply the decision, and one line is written to the trace.
 """
 
 from __future__ import annotations
@@ -50,16 +50,17 @@ class GNMRCallback(TrainerCallback, ExportableState):
             "lowbit" (4 and 6 bits, simulated) or "none" (monitor only).
         trigger: "gnmr", "none" (all on the low-cost path), "all" (all on the recovery path), "gsnr", "jacobian", "static",
             "random", "listed".
-        trigger_options: the trigger's own, see `hf_gnmr.control.triggers`, e.g. {"promotion_ratio": 0.1} of "random".
+        trigger_options: the trigger's own options, see `hf_gnmr.control.triggers`; e.g. {"promotion_ratio": 0.1} for
+            "random".
         layers: pattern for the decoder layers of an unknown architecture, e.g. "transformer.blocks.*".
         max_recovery_memory: device memory that lifted layers may add, instead of max_o: bytes, "6GB", "500MiB".
         trace_path: file for the trace; None: `trace.jsonl` in the Trainer's output_dir; False: no trace, no summary.
-        settings: the backend's own options (README's table lists them; `hf_gnmr.backends` declares them) and the fields of
+        settings: the backend's own options (listed in the README's table, declared in `hf_gnmr.backends`) and the fields of
             `GNMRConfig`.
 
     Raises:
-        ConfigError: at construction, a setting that is not allowed.
-        SetupError: at train begin, a model or Trainer on which control cannot work; the message names the mend.
+        ConfigError: at construction, an invalid setting.
+        SetupError: at train begin, a model or Trainer that cannot be controlled; the message names the fix.
     """
 
     def __init__(
@@ -81,17 +82,17 @@ class GNMRCallback(TrainerCallback, ExportableState):
             raise ConfigError(f"trace_path={trace_path!r}: expected a path, None or False")
         self.trace_path = trace_path
         self.session: GNMRSession | None = None
-        """The training that runs, or the last one that ran."""
+        """The running training, or the last one."""
         self._state: dict[str, Any] | None = None
-        """The controller's state in the checkpoint that this callback was built anew from, if it was."""
+        """The controller's state in the checkpoint from which the Trainer rebuilt this callback, if it did."""
         self._run_id: str | None = None
         self._setup: dict[str, Any] | None = None
         self._folder: str | None = None
-        """Where the training saves."""
+        """The folder in which the training saves its checkpoints."""
         self._micro_batches = 0
         self._detached = False
         self.weights_loaded = False
-        """Whether a Trainer has read a checkpoint's weights whole (`GNMRTrainerMixin`)."""
+        """Whether the Trainer has loaded all of a checkpoint's weights (`GNMRTrainerMixin` does)."""
 
     @property
     def units(self) -> list[Unit]:
@@ -100,7 +101,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
 
     @property
     def controller(self) -> Trigger | None:
-        """The controller at work; None before train begin."""
+        """The controller in use; None before train begin."""
         return None if self.session is None else self.session.controller
 
     @property
@@ -119,7 +120,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
         self.detach()
         self.session, self._detached = None, False
         if state.max_steps < 1:
-            raise SetupError(f"the training has {state.max_steps} optimizer steps: there is nothing to do")
+            raise SetupError(f"the training has {state.max_steps} optimizer steps: expected at least 1")
         refuse_windows_never_full(kwargs.get("train_dataloader"), args.gradient_accumulation_steps)
         model = kwargs["model"]
         refuse_unreadable_gradients(args, model)
@@ -142,13 +143,13 @@ class GNMRCallback(TrainerCallback, ExportableState):
             session.detach()
             raise
         self.session = session
-        self.weights_loaded = False  # told anew by each resume
+        self.weights_loaded = False  # set again by each resume
         self._folder = str(Path(args.output_dir).resolve())
         self._run_id = session.run_id
         self._micro_batches = 0
 
     def rehearse(self, args: TrainingArguments, model: nn.Module, total_steps: int) -> None:
-        """Raise what train begin would raise about this model, and leave it as it is."""
+        """Raise what train begin would raise for this model, and leave the model unchanged."""
         refuse_unreadable_gradients(args, model)
         units, backend, config = take_over(model, self.config, self.options)
         try:
@@ -165,8 +166,8 @@ class GNMRCallback(TrainerCallback, ExportableState):
         assert self.session is not None
         if self.session.reading is not None:
             raise SetupError(
-                "on_pre_optimizer_step came twice in one step: this GNMRCallback is among the Trainer's callbacks twice. "
-                "Give it once"
+                "on_pre_optimizer_step was called twice in one step: this GNMRCallback is in the Trainer's callbacks twice. "
+                "Add it only once"
             )
         self.session.observe(self._micro_batches + 1)
         self._micro_batches = 0
@@ -178,7 +179,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
         self.session.decide(skipped=bool(getattr(kwargs.get("optimizer"), "step_was_skipped", False)))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Tensors that the trigger goes on from, beside the Trainer's own files."""
+        """Save the tensors that the trigger resumes from, next to the Trainer's own files."""
         tensors = {} if self.session is None or self.session.signal is None else self.session.signal.tensors()
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if tensors and state.is_world_process_zero and folder.is_dir():
@@ -192,10 +193,11 @@ class GNMRCallback(TrainerCallback, ExportableState):
             self.session.close()
 
     def detach(self) -> None:
-        """Take hooks and paths off the model and close the trace; may be called twice.
+        """Remove hooks and switched paths from the model and close the trace; may be called twice.
 
-        For a model that is used after its training was broken off. In mid-training the rest of it goes on without control:
-        on the low-cost path under `int8`, where 8 bits are what the model has, else on the plain one.
+        For a model that is used after its training was interrupted. If it is called during training, the remaining steps
+        run without control: on the low-cost path under `int8`, where the model's own weights are 8-bit, otherwise on the
+        plain path.
         """
         if self.session is not None:
             self.session.detach()
@@ -204,7 +206,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
     # -- State in the Trainer's checkpoints ------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer stores in `trainer_state.json`: arguments to build this callback anew, and its state."""
+        """What the Trainer stores in `trainer_state.json`: the arguments to rebuild this callback, and its state."""
         path = self.trace_path
         return {
             "args": {
@@ -221,9 +223,9 @@ class GNMRCallback(TrainerCallback, ExportableState):
         }
 
     def _restore(self, session: GNMRSession, state: TrainerState, model: nn.Module, folder: Path) -> None:
-        """Continue from the state in the checkpoint, if this is a resumed run."""
-        # The Trainer files a callback's state under its class's name. A checkpoint written without this callback has no
-        # entry, and the Trainer's next save would miss it.
+        """Restore the state in the checkpoint, if this is a resumed run."""
+        # The Trainer stores a callback's state under the name of its class. A checkpoint written without this callback has
+        # no such entry, and the Trainer's next save expects one.
         stored: Any = state.stateful_callbacks.setdefault(type(self).__name__, {})
         attributes = (stored[-1] if isinstance(stored, list) else stored).get("attributes") or {}
         if state.global_step == 0:
@@ -231,10 +233,10 @@ class GNMRCallback(TrainerCallback, ExportableState):
         checkpoint = f"checkpoint-{state.global_step}"
         places = [folder / checkpoint, Path(str(attributes.get("_folder"))) / checkpoint]
         if not self.weights_loaded:
-            found = next((p for p in places if p.is_dir()), None)
-            renamed = [] if found is None else load_renamed(model, found)
+            source = next((p for p in places if p.is_dir()), None)
+            renamed = [] if source is None else load_renamed(model, source)
             if renamed and state.is_world_process_zero:
-                print(f"GNMR: {len(renamed)} weights that the Trainer passed over were read from {found}", flush=True)
+                print(f"GNMR: {len(renamed)} weights that the Trainer had skipped were loaded from {source}", flush=True)
         saved = attributes.get("_state")
         run_id = None if saved is None else attributes.get("_run_id")
         session.resume(state.global_step, saved, run_id, attributes.get("_setup"))
@@ -245,26 +247,26 @@ class GNMRCallback(TrainerCallback, ExportableState):
                 session.signal.load_tensors(tensors)
             else:
                 warnings.warn(
-                    f"no {SIGNAL_FILE} of step {state.global_step} of that run in {places[0]}: the running means of "
-                    f"trigger {self.options.trigger!r} start anew",
+                    f"no {SIGNAL_FILE} from step {state.global_step} of that run in {places[0]}: the running means of "
+                    f"trigger {self.options.trigger!r} start from scratch",
                     stacklevel=2,
                 )
         if saved is None:
             warnings.warn(
-                f"resumed at step {state.global_step} from a checkpoint without GNMR state: the history starts anew",
+                f"resumed at step {state.global_step} from a checkpoint without GNMR state: the history starts from scratch",
                 stacklevel=2,
             )
         elif self._state is not None and state.is_world_process_zero:
-            print("GNMR: settings are those of the checkpoint (restore_callback_states_from_checkpoint)", flush=True)
+            print("GNMR: settings come from the checkpoint (restore_callback_states_from_checkpoint)", flush=True)
 
-    # -- For a Trainer that wants more ------------------------------------------------------------------------------
+    # -- For custom Trainers ------------------------------------------------------------------------------------------
 
     def scalars(self) -> dict[str, float]:
-        """The latest step's figures, for a `Trainer.log` that adds them to its logs (`GNMRSession.scalars`)."""
+        """The latest step's figures, for a custom `Trainer.log` to add to its logs (`GNMRSession.scalars`)."""
         return {} if self.session is None or self._detached else self.session.scalars()
 
     def note_loss(self, loss: Tensor) -> None:
-        """For a Trainer to tell each micro-batch's loss (`GNMRSession.note_loss`)."""
+        """For a custom Trainer to report each micro-batch's loss (`GNMRSession.note_loss`)."""
         if self.session is not None and not self._detached:
             self.session.note_loss(loss)
 
@@ -273,11 +275,11 @@ GNMRCallback.__signature__ = signature_with_settings(GNMRCallback.__init__)  # t
 
 
 def _tensors_of(file: Path, run_id: str | None, step: int) -> dict[str, Tensor] | None:
-    """A trigger's tensors, if the file is there and of that run and step."""
+    """A trigger's tensors, if the file exists and belongs to that run and step."""
     if not file.is_file():
         return None
-    with safe_open(file, framework="pt") as found:
-        marks = found.metadata() or {}
+    with safe_open(file, framework="pt") as stored:
+        marks = stored.metadata() or {}
         if (marks.get("run_id"), marks.get("step")) != (str(run_id), str(step)):
             return None
-        return {name: found.get_tensor(name) for name in found.keys()}  # noqa: SIM118 (not a dict)
+        return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (not a dict)

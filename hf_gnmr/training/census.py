@@ -1,4 +1,4 @@
-"""What a run reports about itself: the census at train begin, the trace's header, and one line at the end."""
+"""What a run reports about itself: the census at train begin, the trace's header, and one summary line at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..control.controller import Trigger
 
 
 def take_census(units: Sequence[Unit], backend: Backend, trigger: Trigger) -> dict[str, Any]:
-    """What is monitored and switched, in plain JSON values."""
+    """What is monitored and what is switched, as plain JSON values."""
     return {
         "units": len(units),
         "unit_names": units[0].name if len(units) == 1 else f"{units[0].name} to {units[-1].name}",
@@ -61,7 +61,7 @@ def census_lines(census: dict[str, Any], backend: Backend) -> list[str]:
         f"{count:,} {what}"
         for key, what in (
             ("trainable_parameters_elsewhere", "trainable parameters"),
-            ("modules_8bit_elsewhere", "8-bit modules, which stay so"),
+            ("modules_8bit_elsewhere", "8-bit modules, which stay 8-bit"),
         )
         if (count := census.get(key, 0))
     ]
@@ -70,7 +70,7 @@ def census_lines(census: dict[str, Any], backend: Backend) -> list[str]:
 
 
 def summary_in_words(summary: dict[str, Any]) -> str:
-    """One line for the end of a run."""
+    """The summary as one line, printed at the end of a run."""
 
     def share(value: float | None) -> str:
         return "n/a" if value is None else f"{value:.2%}"
@@ -78,6 +78,6 @@ def summary_in_words(summary: dict[str, Any]) -> str:
     return (
         f"GNMR: {summary['steps']} steps ({summary['skipped_steps']} skipped, {summary['non_finite_steps']} not finite); "
         f"promotion ratio {share(summary['promotion_ratio'])}, hit-maxO {share(summary['hit_max_o_rate'])}, "
-        f"{summary['switches']} switches; controller {summary['controller_ms'] or 0:.2f} ms a step "
+        f"{summary['switches']} switches; controller {summary['controller_ms'] or 0:.2f} ms per step "
         f"({share(summary['controller_share'])})"
     )

@@ -1,8 +1,8 @@
-"""Model weights of a checkpoint that a plain Trainer leaves unread.
+"""Model weights in a checkpoint that a plain Trainer does not load.
 
-transformers saves some models under other names than it trains them by (a mixture's fused experts are saved expert by
-expert), and `from_pretrained` maps them back.  The Trainer's own loading does not: it passes over what it finds no name for,
-and training goes on with those weights as they were initialised.
+transformers saves the weights of some models under names that differ from those in training (the fused experts of a mixture
+are saved one by one), and `from_pretrained` maps them back.  The Trainer's own loading does not: it skips names that the
+model does not have, and training continues with those weights as they were initialised.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ..backends.units import unwrap
 
 
 def load_renamed(model: Any, folder: Path) -> list[str]:
-    """Load weights that `folder` holds under other names than the model's own.
+    """Load weights that `folder` stores under names other than the model's own.
 
     Args:
-        model: a transformers model (PEFT's adapters are saved under their own names: nothing is done).
+        model: a transformers model (PEFT saves adapters under the model's names, so nothing is done for them).
         folder: a checkpoint.
 
     Returns:
-        the model's names of weights that are not in the files under them; empty: there was nothing to do.
+        names of the model's weights that the files store under other names; empty if there was nothing to do.
     """
     model = unwrap(model)
     names = _names_in(folder)
@@ -34,17 +34,17 @@ def load_renamed(model: Any, folder: Path) -> list[str]:
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     missing = [name for name in model.state_dict() if name not in names and name not in tied]
     if missing:
-        # In fp32, which holds what any of the files' dtypes does; copied into the model's own dtype.
+        # Loaded in fp32, which represents every dtype in the files exactly, then copied into the model's own dtype.
         loaded = type(model).from_pretrained(folder, dtype=torch.float32, config=model.config)
-        there = dict(loaded.state_dict())
+        weights = dict(loaded.state_dict())
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
-                tensor.copy_(there[name])
+                tensor.copy_(weights[name])
     return missing
 
 
 def _names_in(folder: Path) -> set[str]:
-    """Names of the tensors in a checkpoint's safetensors."""
+    """Names of the tensors in a checkpoint's safetensors files."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])

@@ -1,4 +1,4 @@
-"""Whether, and among how many processes, a training runs."""
+"""Whether training is distributed, and over how many processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def is_distributed() -> bool:
-    """Whether a process group is at work."""
+    """Whether a process group is initialised."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 

@@ -1,14 +1,14 @@
-"""Norms of each unit's gradient as the optimizer would use it before clipping.
+"""Norms of each unit's gradient as the optimizer would use it, before clipping.
 
-Where the true gradient can be read under the Trainer: after the last micro-batch's backward and (under DDP) after the
-all-reduce, before clipping.  No Trainer event lies there, so the model itself tells: a forward hook puts a gradient hook
-on the model's outputs (loss and logits); the first of them to fire in a backward asks the autograd engine for a call at
-the end of that backward, and from there for one more, which comes after the calls that DDP queued meanwhile.  Hooks on
-*parameters* would not do: under reentrant checkpointing each layer is a backward of its own, and per micro-batch the
-gradients are neither accumulated nor reduced.
+Under the Trainer, the true gradient can be read after the last micro-batch's backward and (under DDP) after the all-reduce,
+but before clipping.  The Trainer has no event at that point, so the model itself provides one: a forward hook registers a
+gradient hook on the model's outputs (loss and logits); the first of them to fire in a backward asks the autograd engine for
+a callback at the end of that backward, and that callback queues another one, which runs after the callbacks that DDP queued
+in the meantime.  Hooks on *parameters* would not work: under reentrant checkpointing each layer runs a separate backward,
+and within a micro-batch the gradients are neither accumulated nor reduced.
 
 How the norms are measured depends on the engine that holds the gradients (`engines`).  The norms of the parameters, the loss
-and the loss scale travel to the host in one vector (`StepVector`).
+and the loss scale are transferred to the host in one vector (`StepVector`).
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ from .signals import Signal
 
 @dataclass(frozen=True)
 class Reading:
-    """One optimizer step's gradient, on the host. Units of the loss as the model returned them."""
+    """One optimizer step's gradient, on the host, in units of the loss that the model returned."""
 
     norms: Floats
     """L2 norm per unit, float64, shape (num_units,): accumulated, rank-averaged, unscaled, unclipped."""
     seen: Bools
-    """Units of which at least one parameter had a gradient; the others' norm is 0 and means nothing."""
+    """Units of which at least one parameter had a gradient; the norm of the others is 0 and has no meaning."""
     total_norm: float
-    """L2 norm over all trainable parameters, those outside the units included."""
+    """L2 norm over all trainable parameters, including those outside the units."""
     loss: float | None
-    """This rank's loss over the step's micro-batches, weighted as in the backward: the model's own loss output, else
-    what the Trainer noted; None where there is neither (a custom loss in a Trainer that notes nothing)."""
+    """This rank's loss over the step's micro-batches, weighted as in the backward: the model's own loss output, otherwise
+    the loss that the Trainer reported; None without either (a custom loss under a Trainer that reports none)."""
     seconds: float
-    """Time spent in working out and fetching the norms, without waiting for the backward itself."""
+    """Time spent on computing and fetching the norms, without the wait for the backward itself."""
     backwards: int
-    """Backward passes that made the step."""
+    """Number of backward passes in the step."""
     began: float
     """`time.perf_counter()` at the step's first forward."""
     signal: Floats | None = None
-    """What the trigger's signal measured per unit, float64; None where it has none."""
+    """The trigger's signal per unit, float64; None if it measured none."""
 
 
 class StepVector:
-    """What one step sends from device to host: named parts of one vector, so that there is one transfer."""
+    """What one step sends from device to host: named parts of one vector, so that one transfer is enough."""
 
     def __init__(self, indices: list[int]) -> None:
         self.indices = indices
-        """Of the parameters whose norms are in it."""
+        """Indices of the parameters whose norms are in the vector."""
         self._parts: dict[str, Tensor] = {}
 
     def add(self, name: str, values: Tensor) -> None:
-        """Append a part, one dimension, on the same device as the others."""
+        """Append a part: a tensor of one dimension, on the same device as the others."""
         self._parts[name] = values
 
     def __contains__(self, name: str) -> bool:
@@ -72,11 +72,11 @@ class StepVector:
 
     @property
     def device(self) -> torch.device:
-        """Where the parts are."""
+        """The device that holds the parts."""
         return next(iter(self._parts.values())).device
 
     def fetch(self) -> dict[str, Floats]:
-        """The parts on the host, float64: the step's one transfer."""
+        """The parts by name, on the host, float64; this is the step's only transfer."""
         values = torch.cat(list(self._parts.values())).to("cpu", torch.float64).numpy()
         ends = np.cumsum([len(part) for part in self._parts.values()])
         return dict(zip(self._parts, np.split(values, ends[:-1]), strict=True))
@@ -89,8 +89,8 @@ class GradientNorms:
         model: the model whose `forward` the Trainer calls (below DDP and torch.compile).
         units: the monitored units.
         scaler: the gradient scaler in use (a `torch.amp.GradScaler`), or None.
-        signal: what the trigger needs measured as well, or None.
-        accumulation: backward passes of a whole window; the signal is taken only at the end of a whole one.
+        signal: what the trigger needs measured besides the norms, or None.
+        accumulation: backward passes in a full window; the signal is measured only at the end of a full one.
     """
 
     def __init__(
@@ -112,14 +112,14 @@ class GradientNorms:
         self._weights: list[Tensor] = []
         self._mark = 0
         self._measured = (0, 0)
-        """A parameter, and its version when the norms were measured."""
+        """The index of a parameter, and its version when the norms were measured."""
         self._backwards = 0
         self._began: float | None = None
         self._pending: StepVector | None = None
         self._seconds = 0.0
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self.step_losses: list[Tensor] = []
-        """The Trainer's loss of each micro-batch, used where the model's own loss output plays no part in the backward."""
+        """The Trainer's loss for each micro-batch, used if the model's own loss output takes no part in the backward."""
         _drop_leftovers(unwrap(model))
         self._handle = unwrap(model).register_forward_hook(self._on_forward)
 
@@ -137,7 +137,7 @@ class GradientNorms:
     def read(self) -> Reading | None:
         """The reading of the optimizer step that is about to happen; None if no backward completed one.
 
-        The one transfer from device to host of a step.
+        This is the step's only transfer from device to host.
 
         Raises:
             SetupError: the backward reached none of the units' parameters.
@@ -152,7 +152,7 @@ class GradientNorms:
             vector.add("loss", torch.stack(losses).sum()[None])
         self.step_losses = []
         if self._events is not None:
-            # Wait for the backward here, so that the time below is that of the norms and not of the backward.
+            # Wait for the backward here, so that the time measured below is that of the norms alone.
             self._events[1].synchronize()
             self._seconds += self._events[0].elapsed_time(self._events[1]) / 1e3
         start = time.perf_counter()
@@ -163,8 +163,8 @@ class GradientNorms:
         loss = float(parts["loss"][0]) / (scale if scaled_loss else 1.0) if "loss" in parts else None
         if scaled_loss and self._scaler is None and _looks_scaled(float(parts["weight"][0]), self._backwards):
             raise SetupError(
-                f"the loss enters the backward multiplied by {parts['weight'][0]:g}, as a loss scaler does it, and no "
-                "scaler was given: its scale would be in every norm. Pass scaler= (accelerator.scaler)"
+                f"the loss enters the backward multiplied by {parts['weight'][0]:g}, as by a loss scaler, but no scaler "
+                "was given: its scale would be in every norm. Pass scaler= (accelerator.scaler)"
             )
         backwards, began = self._backwards, self._began
         self.discard()
@@ -174,17 +174,18 @@ class GradientNorms:
         return Reading(norms.units, norms.seen, norms.total, loss, seconds, backwards, began, signal)
 
     def _refuse_stale(self, vector: StepVector) -> None:
-        """Raise SetupError where the vector is not the gradient that the optimizer is about to use."""
+        """Raise SetupError if the vector does not describe the gradient that the optimizer is about to use."""
         which, version = self._measured
         if self.parameters[which]._version != version:
             raise SetupError(
-                "parameters were updated between the backward and the reading: it must come before the optimizer's step "
-                "(and before clipping)"
+                "parameters were updated between the backward and the reading: the norms must be read before the "
+                "optimizer's step (and before clipping)"
             )
         if any(p.requires_grad for p in self._frozen):
             raise SetupError(
                 "parameters that were frozen when training began have become trainable (another adapter was made active, or "
-                "a layer unfrozen): they are in no unit. Make them trainable before training, and freeze them meanwhile"
+                "a layer was unfrozen): they are in no unit. Make them trainable before training begins, and freeze them "
+                "afterwards until they are needed"
             )
         if not any(i < self.norms.in_units for i in vector.indices):
             raise SetupError(
@@ -198,7 +199,7 @@ class GradientNorms:
         return self._backwards
 
     def discard(self) -> None:
-        """Forget the backward passes since the last reading."""
+        """Discard the backward passes since the last reading."""
         self._pending, self._losses, self._weights, self.step_losses = None, [], [], []
         self._backwards, self._began, self._mark = 0, None, 0
         if self._signal is not None:
@@ -206,20 +207,20 @@ class GradientNorms:
 
     @property
     def elsewhere(self) -> int:
-        """Trainable parameters in no unit (numbers, not tensors)."""
+        """Number of trainable parameters outside all units (elements, not tensors)."""
         return self.norms.elsewhere
 
     def drop_gradients(self) -> None:
         """Remove the gradients before the optimizer sees them: it then updates nothing."""
         self.norms.drop()
 
-    @torch.compiler.disable  # a clock and hooks: nothing to trace
+    @torch.compiler.disable  # only a clock and hooks: nothing to compile
     def _on_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not (torch.is_grad_enabled() and module.training):
             return
         if self._began is None:
             self._began = time.perf_counter()
-        if self._armed:  # a backward that broke off: its losses are no part of the step, and the next one is read
+        if self._armed:  # the last backward was interrupted: drop its losses and read the next one
             del self._losses[self._mark :], self._weights[self._mark :]
             if self._signal is not None:
                 self._signal.cut()
@@ -230,7 +231,7 @@ class GradientNorms:
                 tensor.register_hook(_LossHook(self, tensor.detach()) if tensor is loss else self.arm)
 
     def arm(self, grad: Tensor) -> None:
-        """A backward has begun: have the engine call at its end."""
+        """A backward has begun: ask the autograd engine for a callback at its end."""
         if not self._armed:
             self._armed, self._mark = True, len(self._losses)
             if self._signal is not None:
@@ -238,7 +239,7 @@ class GradientNorms:
             queue_callback(self._end_of_backward)
 
     def note_weighted(self, loss: Tensor, grad: Tensor) -> None:
-        """The model's own loss output, and the gradient that arrived at it: its weight in the step's loss."""
+        """Record the model's own loss output and the gradient that arrived at it, which is its weight in the step's loss."""
         self._losses.append((loss.float() * grad.detach().float()).sum())
         self._weights.append(grad.detach().float().sum())
 
@@ -260,7 +261,7 @@ class GradientNorms:
         which = indices[0] if indices else 0
         self._measured = (which, self.parameters[which]._version)
         scale = self._scale(home)
-        # A loop without accelerate passes here after each micro-batch; the last one's vector is the one that counts.
+        # A loop without accelerate gets here after each micro-batch; the vector of the last one counts.
         vector = self._pending = StepVector(indices)
         if self._signal is not None and self._backwards == self._accumulation:
             self._seconds += self._signal.seconds
@@ -279,7 +280,7 @@ class GradientNorms:
             self._seconds += time.perf_counter() - start
 
     def _scale(self, device: torch.device) -> Tensor:
-        """The loss scale in force in this backward, shape (1,), without a host sync."""
+        """The loss scale used in this backward, shape (1,), without a host sync."""
         if self._scaler is None or not self._scaler.is_enabled():
             return torch.ones(1, device=device)
         fetch = getattr(self._scaler, "_get_scale_async", None)
@@ -290,7 +291,7 @@ class GradientNorms:
 
 
 class _LossHook:
-    """On the model's loss output: the gradient that arrives is the weight this micro-batch's loss has in the step's."""
+    """Hook on the model's loss output: the gradient that arrives is this micro-batch's weight in the step's loss."""
 
     def __init__(self, reader: GradientNorms, loss: Tensor) -> None:
         self.reader = reader
@@ -302,10 +303,10 @@ class _LossHook:
 
 
 def _looks_scaled(weight: float, backwards: int) -> bool:
-    """Whether the weight of a step's loss is a power of two as large as loss scalers'.
+    """Whether the weight of a step's loss is a power of two as large as a loss scale.
 
-    It is 1 for a mean over the step, the number of micro-batches for their sum, and either of them times the number of
-    processes where DDP's average has to be undone (as the Trainer does it for a mean over all tokens): none of these is one.
+    Without a scaler, the weight is 1 for a mean over the step, the number of micro-batches for their sum, and either of them
+    times the number of processes if DDP's average has to be undone (as the Trainer does for a mean over all tokens).
     """
     world = world_size()
     if any(math.isclose(weight, usual, rel_tol=1e-6) for usual in (backwards, world, backwards * world)):
@@ -314,12 +315,12 @@ def _looks_scaled(weight: float, backwards: int) -> bool:
 
 
 def queue_callback(function: Any) -> None:
-    """Have the autograd engine call `function` at the end of the backward that is running."""
+    """Have the autograd engine call `function` at the end of the running backward."""
     torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors in a model's output: loss, logits, and hidden states where they were asked for."""
+    """The tensors in a model's output: loss, logits, and hidden states if they were requested."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, dict):
@@ -331,7 +332,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _drop_leftovers(model: nn.Module) -> None:
-    """Take off hooks of readers whose training was broken off: they would go on working, unseen, in every step."""
+    """Remove the hooks of readers whose training was interrupted: they would silently keep working in every step."""
     for key, hook in list(model._forward_hooks.items()):
         if isinstance(getattr(hook, "__self__", None), GradientNorms):
             del model._forward_hooks[key]

@@ -1,6 +1,6 @@
-"""What a run writes down: its trace, line by line, and at the end the summary worked out from it.
+"""What a run writes to disk: its trace, line by line, and at the end the summary computed from it.
 
-Trouble with the files is said loudly and never costs the training.
+Problems with these files are reported clearly and never stop the training.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ SUMMARY_FILE = "summary.json"
 
 
 class Journal:
-    """The trace of a running training, on the process that writes files.
+    """The trace of a running training, on the process that writes the files.
 
     Args:
-        path: the trace file; the summary goes beside it.
+        path: the trace file; the summary is written next to it.
         header: the trace's header.
-        resume_after: the step that a resumed run goes on after; None: a new run.
+        resume_after: the last step before a resumed run continues; None: a new run.
     """
 
     def __init__(self, path: Path, header: dict[str, Any], resume_after: int | None) -> None:
@@ -39,11 +39,11 @@ class Journal:
         self._writer: TraceWriter | None = TraceWriter(path, header, resume_after)
         writer = self._writer
         if resume_after is not None and not writer.continued:
-            say(f"resumed at step {resume_after}, but {path} is not (or no longer) the trace of this run: it starts anew")
+            say(f"resumed at step {resume_after}, but {path} is not (or no longer) the trace of this run: a new one begins")
         if writer.missing:
             say(f"{path} lacks the {writer.missing} steps before step {(resume_after or 0) + 1}")
         if writer.set_aside is not None:
-            say(f"earlier trace lines set aside in {writer.set_aside}")
+            say(f"earlier trace lines were set aside in {writer.set_aside}")
         summary = path.with_name(SUMMARY_FILE)
         if not writer.continued and summary.is_file():
             os.replace(summary, free_name(summary))
@@ -63,9 +63,25 @@ class Journal:
         recovery_bytes: int,
         more: dict[str, Any] | None = None,
     ) -> None:
-        """One step's line; `decision` is None where it was no step for the controller."""
+        """Write one step's line.
+
+        Args:
+            step: the optimizer step, counted from 1.
+            reading: its gradient norms.
+            decision: what the controller decided after it; None if the step did not count for the controller.
+            active: the units that were on the recovery path DURING this step. The decision's own `active` is the set for
+                the NEXT step and appears in the next line.
+            micro_batches: how many the step had.
+            skipped: why the step did not count; None if it did.
+            withheld: whether the optimizer's update was withheld.
+            step_ms: duration of the step.
+            controller_ms: the part of it spent on reading norms and deciding.
+            recovery_bytes: what the active units added.
+            more: the backend's own figures.
+        """
         if self._writer is None:
             return
+        # "active" is the set during this step; `decision.active` is the next step's set and appears in the next line.
         record = {
             "step": step,
             "loss": reading.loss,
@@ -91,7 +107,7 @@ class Journal:
         try:
             self._writer.write(record)
         except OSError as error:
-            say(f"NO TRACE from step {step} on: {self.path} cannot be written ({error})")
+            say(f"NO TRACE from step {step} on: cannot write {self.path} ({error})")
             warnings.warn(f"the trace ends before step {step}: {error}", stacklevel=2)
             self._writer = None
 
@@ -102,12 +118,12 @@ class Journal:
 
 
 def _seen(values: Floats, seen: Bools) -> list[float | None]:
-    """Values per unit; None where a unit had no gradient in this step."""
-    return [value if there else None for value, there in zip(values.tolist(), seen.tolist(), strict=True)]
+    """Values per unit; None for units without a gradient in this step."""
+    return [value if was_seen else None for value, was_seen in zip(values.tolist(), seen.tolist(), strict=True)]
 
 
 def write_summary(trace: Path, last_step: int) -> dict[str, Any] | None:
-    """Write and return the figures of a run that ended at `last_step`; None, with a warning, where its trace gives none."""
+    """Write and return the figures of a run that ended at `last_step`; None, with a warning, if its trace gives none."""
     try:
         summary = summarise(read_trace(trace), last_step)
         write_json(trace.with_name(SUMMARY_FILE), summary)
@@ -119,10 +135,10 @@ def write_summary(trace: Path, last_step: int) -> dict[str, Any] | None:
 
 
 class OddWindows:
-    """Says so where no accumulation window has been a whole one yet: the controller would never decide.
+    """Warns if none of the first accumulation windows was full: the controller would never decide.
 
     Args:
-        accumulation: micro-batches of a whole window.
+        accumulation: micro-batches in a full window.
     """
 
     def __init__(self, accumulation: int) -> None:
@@ -130,51 +146,51 @@ class OddWindows:
         self._lengths: list[int] | None = []
 
     def saw(self, micro_batches: int) -> None:
-        """A window of so many micro-batches ended."""
+        """A window of `micro_batches` micro-batches ended."""
         if self._lengths is None or micro_batches == self.accumulation:
             self._lengths = None
             return
         self._lengths.append(micro_batches)
         if len(self._lengths) == 3:
             say(
-                f"NO DECISION so far: the first windows had {', '.join(map(str, self._lengths))} micro-batches and not "
-                f"gradient_accumulation_steps={self.accumulation}. Set it to what a step really has"
+                f"NO DECISION so far: the first windows had {', '.join(map(str, self._lengths))} micro-batches instead of "
+                f"gradient_accumulation_steps={self.accumulation}. Set it to the real number per step"
             )
 
 
 def say_not_finite(step: int, units: Sequence[Unit], reading: Reading, withheld: bool) -> None:
-    """Say what must not go unnoticed: gradients that are not finite, and an update that was withheld for it."""
+    """Report gradients that are not finite, and an update that was withheld because of them."""
     bad = [units[i] for i in np.flatnonzero(~np.isfinite(reading.norms) & reading.seen).tolist()]
     if bad or withheld:
         names = ", ".join(str(u.layer) if u.name.endswith(f".{u.layer}") else u.name for u in bad[:8])
         names += ", …" if len(bad) > 8 else ""
-        where = f"in layer{'s' if len(bad) > 1 else ''} {names}" if bad else "outside the layers"
+        place = f"in layer{'s' if len(bad) > 1 else ''} {names}" if bad else "outside the layers"
         update = "; the optimizer's update was withheld" if withheld else ""
-        say(f"step {step}: gradient not finite {where}{update}")
+        say(f"step {step}: gradient not finite {place}{update}")
 
 
 def say_out_of_reach(units: Sequence[Unit], idle: Bools, reading: Reading, trigger: str) -> None:
-    """Say, after the first step, which trained units nothing can be done for."""
+    """Report, after the first step, the trained units that the controller cannot help."""
 
     def names(mask: Bools) -> str:
-        found = [units[i].name for i in np.flatnonzero(mask).tolist()]
-        return f"{len(found)} of {len(units)} units ({', '.join(found[:4])}{', …' if len(found) > 4 else ''})"
+        chosen = [units[i].name for i in np.flatnonzero(mask).tolist()]
+        return f"{len(chosen)} of {len(units)} units ({', '.join(chosen[:4])}{', …' if len(chosen) > 4 else ''})"
 
     unused = idle & reading.seen
     if unused.any():
         say(
-            f"LIFTING CHANGES NOTHING for {names(unused)}: they are trained, but what is switched in them did not run in "
-            "the first step (their weights are read past the modules' forward). They may still take seats"
+            f"LIFTING CHANGES NOTHING for {names(unused)}: they are trained, but their switched modules did not run in the "
+            "first step (something reads their weights without calling the modules' forward). They may still take seats"
         )
     if reading.signal is not None:
         unranked = np.isnan(reading.signal) & reading.seen & np.isfinite(reading.norms)
         if unranked.any():
             say(
                 f"NO SIGNAL of trigger {trigger!r} from {names(unranked)}: it will not lift them. (jacobian needs a "
-                "gradient of the unit's input; what reads frozen embeddings has none)"
+                "gradient at the unit's input; units that read frozen embeddings have none)"
             )
 
 
 def say(text: str) -> None:
-    """A line of ours among the Trainer's output."""
+    """Print a line, marked as ours, among the Trainer's output."""
     print(f"GNMR: {text}", flush=True)

@@ -1,4 +1,4 @@
-"""What is switched and how: options checked at construction, and a model taken over under them or refused."""
+"""What is switched and how: options checked at construction, and models taken over with them or refused."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ DEFAULT_BACKEND, DEFAULT_TRIGGER = "int8", "gnmr"
 
 
 class Options:
-    """What is switched and how, besides the thresholds; checked at construction.
+    """What is switched and how, apart from the thresholds; checked at construction.
 
     Args:
         backend: one of `backends.BACKENDS`.
         trigger: one of `control.triggers.TRIGGERS`.
-        trigger_options: the trigger's own, e.g. {"promotion_ratio": 0.1} of "random".
+        trigger_options: the trigger's own options, e.g. {"promotion_ratio": 0.1} for "random".
         layers: pattern for the decoder layers of an unknown architecture, e.g. "transformer.blocks.*".
         max_recovery_memory: device memory that the lifted units may add, instead of max_o: bytes, or "6GB", "500MiB".
-        of_backend: the backend's own options, as its `Options` declares them.
+        of_backend: the backend's own options, as declared in its `Options`.
 
     Raises:
         ConfigError: a wrong value, by name; an unknown option, with the nearest known one.
@@ -49,15 +49,15 @@ class Options:
     ) -> None:
         self.backend, self.trigger = backend, trigger
         self.of_backend: BackendOptions = backend_options(backend, of_backend)
-        """The backend's own."""
+        """The backend's own options."""
         self.layers, self.max_recovery_memory = layers, max_recovery_memory
         if trigger_options is not None and not isinstance(trigger_options, (Mapping, TriggerOptions)):
             raise ConfigError(f"trigger_options={trigger_options!r}: expected a dict of the trigger's own options")
         if isinstance(trigger_options, Mapping):
-            # Paths as text: options go into checkpoints as JSON.
+            # Paths as text, because options are stored in checkpoints as JSON.
             trigger_options = {k: os.fspath(v) if isinstance(v, os.PathLike) else v for k, v in trigger_options.items()}
         self.of_trigger: TriggerOptions = check_trigger(trigger, trigger_options)
-        """The trigger's own."""
+        """The trigger's own options."""
         if layers is not None and not isinstance(layers, str):
             raise ConfigError(f"layers={layers!r}: expected a pattern such as 'transformer.blocks.*', or None")
         self._check_combination()
@@ -67,12 +67,12 @@ class Options:
         backend = BACKENDS[self.backend]
         if self.unit_kind == "expert" and TRIGGERS[self.trigger].signal is not None:
             raise ConfigError(
-                f"trigger={self.trigger!r} with unit='expert': experts in one tensor have no input and no parameters of "
-                "their own to measure; use unit='experts'"
+                f"trigger={self.trigger!r} with unit='expert': experts in one tensor have no separate inputs and "
+                "parameters to measure; use unit='experts'"
             )
         if not backend.switches and self.trigger != DEFAULT_TRIGGER:
             raise ConfigError(
-                f"trigger={self.trigger!r} with backend={self.backend!r}: nothing is switched, leave the trigger at "
+                f"trigger={self.trigger!r} with backend={self.backend!r}: nothing is switched; leave the trigger at "
                 f"{DEFAULT_TRIGGER!r}"
             )
         if self.max_recovery_memory is None:
@@ -80,7 +80,7 @@ class Options:
         parse_bytes("max_recovery_memory", self.max_recovery_memory)
         why_not = backend.why_no_budget(self.of_backend)
         if why_not is None and self.trigger != DEFAULT_TRIGGER:
-            why_not = f"trigger={self.trigger!r} does not keep to a number of chosen units"
+            why_not = f"trigger={self.trigger!r} does not limit the number of lifted units"
         if why_not is not None:
             raise ConfigError(
                 f"max_recovery_memory={self.max_recovery_memory!r} with backend={self.backend!r}: there is nothing to "
@@ -89,12 +89,12 @@ class Options:
 
     @property
     def unit_kind(self) -> str:
-        """What is switched as one, the default resolved."""
+        """What is switched as one unit, with the default resolved."""
         return BACKENDS[self.backend].unit_kind(self.of_backend)
 
     @classmethod
     def names(cls) -> list[str]:
-        """All option names: those of a run, and those of every backend."""
+        """All option names: the general ones, and those of every backend."""
         return ["backend", "trigger", "trigger_options", "layers", "max_recovery_memory", *option_names()]
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class Options:
 
 
 def signature_with_settings(function: Callable[..., Any]) -> inspect.Signature:
-    """The signature of a constructor that takes `**settings`, with every setting listed: what `help` and editors show."""
+    """A constructor's signature with `**settings` replaced by every single setting, for `help` and editors."""
     own = list(inspect.signature(function).parameters.values())[1:-1]  # without self, and without **settings
     listed = {parameter.name for parameter in own}
     settings = {field.name: field.default for field in fields(GNMRConfig)}
@@ -133,7 +133,7 @@ def signature_with_settings(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def split_settings(settings: Mapping[str, Any], owner: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keywords as those of `Options` and those of `GNMRConfig`.
+    """Split keywords into those of `Options` and those of `GNMRConfig`.
 
     Raises:
         ConfigError: a keyword of neither, with the nearest known one.
@@ -147,7 +147,7 @@ def split_settings(settings: Mapping[str, Any], owner: str) -> tuple[dict[str, A
 
 
 def make_config(config: GNMRConfig | dict[str, Any] | None, settings: dict[str, Any], owner: str) -> GNMRConfig:
-    """A configuration from an object, a dict or keywords, of which only one may be given."""
+    """A configuration from an object, a dict or keywords; only one of them may be given."""
     known = [field.name for field in fields(GNMRConfig)]
     for name in [*settings, *(config if isinstance(config, dict) else {})]:
         if name not in known:
@@ -162,13 +162,13 @@ def make_config(config: GNMRConfig | dict[str, Any] | None, settings: dict[str, 
 
 
 def take_over(model: nn.Module, config: GNMRConfig, options: Options) -> tuple[list[Unit], Backend, GNMRConfig]:
-    """Find the units of `model` and make them switchable, or refuse (`Backend.remove` undoes it).
+    """Find the units of `model` and make them switchable, or refuse the model (`Backend.remove` undoes it).
 
     Returns:
-        Units, backend, and the configuration with the max_o that `max_recovery_memory` comes to.
+        Units, backend, and the configuration with the max_o that follows from `max_recovery_memory`.
     """
     refuse_unreadable_engine(model)
-    restore_plain(model)  # after a training that was broken off: also where this backend switches nothing
+    restore_plain(model)  # after an interrupted training, even if this backend switches nothing
     units = FINDERS[options.unit_kind](model, options.layers)
     backend = BACKENDS[options.backend](model, units, options.of_backend)
     count = int(backend.recoverable.sum())
@@ -184,7 +184,7 @@ def take_over(model: nn.Module, config: GNMRConfig, options: Options) -> tuple[l
 def trigger_over(
     units: Sequence[Unit], backend: Backend, config: GNMRConfig, options: Options, total_steps: int | None
 ) -> Trigger:
-    """The trigger over units that `take_over` found.
+    """The trigger for the units that `take_over` found.
 
     Raises:
         ConfigError: options that do not fit these units.
@@ -202,17 +202,17 @@ def trigger_over(
 
 
 def within_budget(config: GNMRConfig, options: Options, bounds: Sequence[int], *, holds_all: bool) -> GNMRConfig:
-    """`config` with a max_o that the model and `max_recovery_memory` allow: any choice of that many units fits.
+    """`config` with the max_o that the model and `max_recovery_memory` allow: any set of that many units fits.
 
     Args:
         config: thresholds and budget.
         options: what is switched and how.
-        bounds: the most that 0, 1, … all recoverable units can add, in bytes.
+        bounds: the most that 0, 1, … or all recoverable units can add, in bytes.
         holds_all: whether all units can be active at once, whatever max_o is (a fidelity warm-up lifts all of them).
 
     Raises:
-        ConfigError: more units than there are, no unit fits, the fidelity warm-up does not, max_o is given as well as a
-            budget, or units add nothing.
+        ConfigError: max_o is above the number of recoverable units, no unit fits, the fidelity warm-up does not fit, both
+            max_o and a budget are given, or lifted units add no memory.
     """
     count = len(bounds) - 1
     if count and isinstance(config.max_o, int) and config.max_o > count:
@@ -222,7 +222,7 @@ def within_budget(config: GNMRConfig, options: Options, bounds: Sequence[int], *
         setting = f"max_recovery_memory={options.max_recovery_memory!r}"
         budget = parse_bytes("max_recovery_memory", options.max_recovery_memory)
         if config.max_o != GNMRConfig().max_o:
-            raise ConfigError(f"{setting} and max_o={config.max_o!r}: give one of them")
+            raise ConfigError(f"{setting} and max_o={config.max_o!r}: give only one of them")
         if bounds[-1] == 0:
             raise ConfigError(
                 f"{setting}: lifted units add no memory here ({options.of_backend.store()}); give max_o instead"
@@ -235,7 +235,7 @@ def within_budget(config: GNMRConfig, options: Options, bounds: Sequence[int], *
         config = dataclasses.replace(config, max_o=fitting)
     if config.fidelity_warmup and not holds_all and config.resolve_max_o(count) < count:
         raise ConfigError(
-            f"{warm_up}, and {options.of_backend.store()} holds {config.resolve_max_o(count)} of them on this device: use "
-            " recovery='device', which holds all, or no warm-up"
+            f"{warm_up}, but {options.of_backend.store()} holds only {config.resolve_max_o(count)} of them on this device: "
+            "use recovery='device', which holds all of them, or no warm-up"
         )
     return config

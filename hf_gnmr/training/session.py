@@ -1,4 +1,4 @@
-"""One training under control, whatever drives it: the callback under a Trainer, or a loop of one's own.
+"""One controlled training, whatever drives it: the callback under a Trainer, or a custom loop.
 
     session = GNMRSession(model, total_steps=1000, gradient_accumulation_steps=4, output_dir="out")
     for batch in loader:
@@ -13,8 +13,8 @@
             optimizer.zero_grad()
     session.close()
 
-Paths change in `decide` and nowhere else, so all micro-batches of a step, and the recomputation of checkpointed layers,
-see one choice.
+Paths change only in `decide`, so all micro-batches of a step, and the recomputation of checkpointed layers, use the same
+choice.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ class GNMRSession:
     """Units, backend, controller, gradient norms and trace of one training.
 
     Args:
-        model: the model whose forward is called in training: a PEFT model over an 8-bit base (any wrapper by DDP or
-            torch.compile is looked through). Parameters must be where they are trained.
+        model: the model whose forward is called in training: a PEFT model over an 8-bit base (wrappers from DDP and
+            torch.compile are unwrapped). Parameters must already be on the devices on which they are trained.
         config: thresholds and budget; None means the defaults of `GNMRConfig`. Its fields may also be given as keywords.
         options: what is switched and how; its fields may also be given as keywords.
-        total_steps: optimizer steps of the whole run; needed where the configuration gives shares of it.
-        gradient_accumulation_steps: micro-batches of a full window; shorter and longer ones are no step.
+        total_steps: optimizer steps of the whole run; required if the configuration gives shares of it.
+        gradient_accumulation_steps: micro-batches in a full window; shorter and longer windows do not count as steps.
         scaler: the gradient scaler in use (`accelerator.scaler`), or None.
         output_dir: folder for `trace.jsonl` and `summary.json`; None: neither is written.
-        reduced: with several processes, a model that is not under DDP is taken on trust: the gradients are averaged by the
-            end of the backward (a Trainer's callback is given the model below DDP).
+        reduced: with several processes, accept a model that is not wrapped in DDP: the caller guarantees that gradients
+            are averaged by the end of the backward (a Trainer's callback gets the model below DDP).
 
     Raises:
-        ConfigError: a setting that is not allowed.
-        SetupError: a model on which control cannot work; the message names the mend.
+        ConfigError: an invalid setting.
+        SetupError: a model that cannot be controlled; the message names the fix.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class GNMRSession:
         """The figures of the run, once it has ended."""
         self.run_id = uuid.uuid4().hex
         self.steps_done = 0
-        """Optimizer steps so far, those that were no step for the controller included."""
+        """Optimizer steps so far, including those that did not count for the controller."""
         self._resumed = False
         self._begun = False
         self._journal: Journal | None = None
         self._shown: dict[str, float] = {}
         self.reading: Reading | None = None
-        """What `observe` fetched and `decide` has not had yet."""
+        """What `observe` fetched and `decide` has not used yet."""
         self._micro_batches = 0
         self._withheld = False
         self._closed = self._looked = False
@@ -123,14 +123,14 @@ class GNMRSession:
         self._scaled = scaler is not None and scaler.is_enabled()
 
     def _switch(self) -> None:
-        """Put the controller's choice for the coming step in force."""
+        """Apply the controller's choice for the coming step."""
         if self.controller.exact:
             self.backend.apply_exact()
         else:
             self.backend.apply(self.controller.active)
 
     def begin(self) -> None:
-        """Print the census and open the trace; the first `observe` does so otherwise. After `load_state_dict`, if any."""
+        """Print the census and open the trace, after any `load_state_dict`; if not called, the first `observe` does it."""
         if self._begun:
             return
         self._begun = True
@@ -155,7 +155,7 @@ class GNMRSession:
         Without a loss scaler, gradients that are not finite are dropped here, so that the optimizer updates nothing.
 
         Args:
-            micro_batches: how many made this step; None: as many as there were backward passes.
+            micro_batches: how many the step had; None: as many as there were backward passes.
 
         Raises:
             SetupError: no gradient was seen.
@@ -169,28 +169,27 @@ class GNMRSession:
         reading = self.reading = self._gradients.read()
         if reading is None:
             raise SetupError(
-                f"no gradient was seen at step {self.steps_done + 1}: the loss does not come from the outputs of the "
-                "model that was given (a custom compute_loss that calls an inner module?), the model was not in training "
-                "mode, accelerate does not call this the last micro-batch (GradientState), or a second GNMRCallback is at "
-                "work. Compute the loss from model(**inputs) after model.train(), so "
-                "that the unclipped gradient can be read"
+                f"no gradient was seen at step {self.steps_done + 1}: the loss does not come from the outputs of the given "
+                "model (a custom compute_loss that calls an inner module?), the model was not in training mode, accelerate "
+                "does not consider this the last micro-batch (GradientState), or there is a second GNMRCallback. Compute "
+                "the loss from model(**inputs) after model.train(), so that the unclipped gradient can be read"
             )
         self._micro_batches = reading.backwards if micro_batches is None else micro_batches
         if not self._scaled and not math.isfinite(reading.total_norm):
             # A scaler would skip this update. Without one the optimizer would write NaN into every parameter it
-            # touches (clipping spreads one bad layer over all), and no later step could be finite again.
+            # touches (clipping spreads one bad layer to all), and no later step would be finite again.
             self._gradients.drop_gradients()
             self._withheld = True
         return reading
 
     def decide(self, *, skipped: bool = False) -> Decision | None:
-        """Choose the units for the next step and put them in force: after the optimizer's step.
+        """Choose the units for the next step and switch to them; call it after the optimizer's step.
 
         Args:
-            skipped: the update was skipped; with a `scaler`, overflows are noticed without it.
+            skipped: whether the update was skipped; with a `scaler`, overflows are detected without it.
 
         Returns:
-            The decision; None where this was no step for the controller (skipped, or a window of another length).
+            The decision; None if the step did not count for the controller (skipped, or a window of another length).
         """
         if self._closed:
             raise SetupError("this GNMRSession is closed: make a new one for another training")
@@ -198,10 +197,10 @@ class GNMRSession:
             raise SetupError("decide() without observe(): call observe() after the backward, before clipping")
         start = time.perf_counter()
         reading, active = self.reading, self.controller.active
-        self.reading = None  # read once, whatever fails from here on
+        self.reading = None  # read only once, whatever fails from here on
         reason = None
-        # Fused optimizers skip by themselves under a scaler (the Trainer's default one does), and accelerate then calls the
-        # step a done one: what the scaler goes by is in the reading.
+        # Under a scaler, fused optimizers (the Trainer's default is one) skip by themselves, and accelerate then reports the
+        # step as done. The reading shows what the scaler saw.
         if skipped or (self._scaled and not math.isfinite(reading.total_norm)):
             reason = "loss scaler skipped the update"
         elif self._micro_batches != self.accumulation:
@@ -214,7 +213,7 @@ class GNMRSession:
         end = time.perf_counter()
         self.steps_done += 1
         if self.main_process:
-            # With a loss scaler, overflows are its daily business and it skips the update.
+            # With a loss scaler, overflows are routine, and the scaler skips the update.
             if not self._scaled:
                 say_not_finite(self.steps_done, self.units, reading, self._withheld)
             self._windows.saw(self._micro_batches)
@@ -240,11 +239,11 @@ class GNMRSession:
         return decision
 
     def close(self) -> dict[str, Any] | None:
-        """End: the model as it was, the summary written beside the trace and returned; may be called twice."""
+        """End the training: restore the model, write the summary next to the trace and return it; may be called twice."""
         journal, unread = self._journal, self._gradients.unread
         if unread and not self.steps_done and not self._closed:
             warnings.warn(
-                f"GNMRSession: {unread} backward passes and not one observe(): nothing was monitored or switched",
+                f"GNMRSession: {unread} backward passes but no observe(): nothing was monitored or switched",
                 stacklevel=2,
             )
         self.detach()
@@ -253,7 +252,7 @@ class GNMRSession:
         return self.summary
 
     def detach(self) -> None:
-        """Take hooks and paths off the model and close the trace, without a summary; may be called twice."""
+        """Remove hooks and switched paths and close the trace, without a summary; may be called twice."""
         self._closed = True
         self._gradients.remove()
         self.backend.remove()
@@ -262,27 +261,27 @@ class GNMRSession:
             self._journal = None
 
     def discard(self) -> None:
-        """Forget the backward passes since the last step, for a loop that throws a batch away (and its gradients)."""
+        """Discard the backward passes since the last step, for a loop that drops a batch and its gradients."""
         self._gradients.discard()
         self.reading, self._withheld = None, False
 
     def note_loss(self, loss: Tensor) -> None:
-        """Tell a micro-batch's loss, as it enters the backward; the trace has it where the model's own loss output takes
-        no part (a loss computed outside the model)."""
+        """Report a micro-batch's loss as it enters the backward; the trace records it if the model's own loss output takes
+        no part in the backward (a loss computed outside the model)."""
         self._gradients.step_losses.append(loss.detach())
 
     def scalars(self) -> dict[str, float]:
         """The latest step's figures, for a logger.
 
-        Empty before the first step and after one that was no step for the controller. `gnmr/active` counts the units that
+        Empty before the first step and after one that did not count for the controller. `gnmr/active` counts the units that
         were on the recovery path during the step; the maxima are over finite scores.
         """
         return dict(self._shown)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs; `accelerator.register_for_checkpointing(session)` takes it.
+        """What a resumed run needs; `accelerator.register_for_checkpointing(session)` stores it.
 
-        Plain JSON values but for `signal`: the tensors of a trigger that goes on from such (gsnr), empty for the others.
+        Plain JSON values, except `signal`: the tensors that the trigger resumes from (gsnr only; otherwise empty).
         """
         return {
             "controller": self.controller.state_dict(),
@@ -293,17 +292,17 @@ class GNMRSession:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`: history, locks, active set and trace; in mid-run too, to go back to an earlier step.
+        """Continue from `state_dict()`: history, locks, active set and trace. It also works mid-run, to go back a few steps.
 
         Raises:
-            ConfigError: a state of other settings or units.
+            ConfigError: the state of a run with other settings or units.
         """
         self.resume(int(state["steps_done"]), state["controller"], state["run_id"], state["setup"])
         if self.signal is not None:
             self.signal.load_tensors(state.get("signal", {}))
 
     def setup(self) -> dict[str, Any]:
-        """What a history belongs to, beside the controller's own settings: a resumed run must have the same."""
+        """What a history depends on besides the controller's own settings: a resumed run must have the same."""
         return {
             "layers": [unit.layer for unit in self.units],
             "gradient_accumulation_steps": self.accumulation,
@@ -313,13 +312,13 @@ class GNMRSession:
     def resume(
         self, step: int, controller: dict[str, Any] | None, run_id: str | None, setup: dict[str, Any] | None = None
     ) -> None:
-        """Count on from optimizer step `step`, with the controller's state and in the trace of run `run_id`, if any."""
+        """Continue after optimizer step `step`, with the controller's state and in the trace of run `run_id`, if given."""
         if controller is not None:
-            for name, ours in self.setup().items():
-                if setup is not None and setup.get(name) != ours:
+            for name, value in self.setup().items():
+                if setup is not None and setup.get(name) != value:
                     raise ConfigError(
-                        f"the checkpoint was written with {name}={setup.get(name)!r}, this run has {ours!r}: resume with "
-                        "the model and settings of the checkpoint, or start anew"
+                        f"the checkpoint was written with {name}={setup.get(name)!r}, this run has {value!r}: resume with "
+                        "the model and settings of the checkpoint, or start from scratch"
                     )
             self.controller.load_state_dict(controller)
             self._switch()

@@ -1,16 +1,16 @@
-"""What triggers other than GNMR measure: one number a unit and step, taken on the device and fetched with the norms.
+"""What triggers other than GNMR measure: one number per unit and step, computed on the device and fetched with the norms.
 
 `gsnr`: the mean over a unit's parameters of m² / (v − m² + 1e-12), where m and v are bias-corrected running means (decay
-0.9) of the gradient and its square; the gradient is the accumulated, reduced, unscaled, unclipped one.  What is held is
-m and the sum that makes v − m², which a difference of two nearly equal numbers would lose in fp32: 8 bytes a trainable
-parameter, all read and written in every step, and up to 12 bytes a parameter of one chunk (16 million) meanwhile.
+0.9) of the gradient and its square; the gradient is accumulated, reduced, unscaled and unclipped.  It stores m and a running
+sum for v − m² (as a difference of two nearly equal numbers it would be lost in fp32): 8 bytes per trainable parameter, all
+read and written in every step, plus up to 12 temporary bytes per parameter of one chunk (16 million).
 
 `jacobian`: ‖gradient of the unit's input‖ / ‖gradient of its output‖ in the backward, over the step's micro-batches and all
-ranks, by module hooks; it holds nothing from step to step.
+ranks, measured by module hooks; it stores nothing between steps.
 
-A window that is no step for the controller enters neither; nor does a gradient that is not finite.
+Windows that do not count as steps for the controller enter neither signal; nor do gradients that are not finite.
 
-The gradient signal-to-noise ratio is that of Jiang et al. (arXiv 2309.13681) as the GNMR paper's Appendix E.5 uses it; the
+The gradient signal-to-noise ratio is that of Jiang et al. (arXiv 2309.13681), as used in Appendix E.5 of the GNMR paper; the
 Jacobian proxy stands for the spectral norm of Takase et al. (arXiv 2312.16903).
 """
 
@@ -33,48 +33,48 @@ from .distributed import is_distributed
 DECAY = 0.9
 EPSILON = 1e-12
 CHUNK = 2**24
-"""Numbers that are worked on at a time."""
+"""Elements processed at a time."""
 
 
 class Signal(ABC):
-    """Measures units during the backward. Arrays have shape (num_units,)."""
+    """Measures units during the backward. Arrays per unit have shape (num_units,)."""
 
     name: ClassVar[str]
     seconds: float = 0.0
-    """Time spent in hooks since the last `values` (host time; on an accelerator the kernels' is not in it)."""
+    """Time spent in hooks since the last `values` (host time; kernel time on an accelerator is not included)."""
 
     @abstractmethod
     def __init__(self, units: Sequence[Unit]) -> None:
-        """Begin to measure."""
+        """Start measuring."""
 
     @abstractmethod
     def values(self, scale: Tensor, skips: bool = False) -> Tensor:
-        """What `combine` needs, fp32, one dimension, on the device, without a sync: at the end of a step's last backward.
+        """What `combine` needs, fp32, one dimension, on the device, without a sync; called after a step's last backward.
 
         Args:
-            scale: the loss scale in force, shape (1,).
-            skips: whether a loss scaler skips the update where any gradient is not finite.
+            scale: the loss scale, shape (1,).
+            skips: whether a loss scaler skips the update if any gradient is not finite.
         """
 
     @abstractmethod
     def combine(self, values: Floats) -> Floats:
-        """The signal per unit, float64, from `values` on the host; nan where a unit gave none."""
+        """The signal per unit, float64, from `values` on the host; nan for units without one."""
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that it holds on the device from step to step."""
+        """Bytes that it keeps on the device between steps."""
         return 0
 
     def discard(self) -> None:
-        """Forget what the backward passes since the last `values` gave."""
+        """Discard what was measured since the last `values`."""
         return None
 
     def mark(self) -> None:
-        """A backward begins: what it will give can be cut."""
+        """A backward begins: `cut` discards what is measured from here on."""
         return None
 
     def cut(self) -> None:
-        """Forget what was measured since `mark`: that backward broke off."""
+        """Discard what was measured since `mark`: that backward was interrupted."""
         return None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -85,20 +85,20 @@ class Signal(ABC):
         """Continue from `tensors()`.
 
         Raises:
-            ConfigError: tensors of other parameters.
+            ConfigError: the tensors belong to other parameters.
         """
         return None
 
     def remove(self) -> None:
-        """Take hooks off the model."""
+        """Remove hooks from the model."""
         return None
 
 
 class Gsnr(Signal):
-    """Running means and spreads of all parameters' gradients, by foreach operations.
+    """Running means and spreads of all parameters' gradients, with foreach operations.
 
-    With weights 0.9^(t-i) of W = Σ 0.9^(t-i) in all: m ← m + (g − m) / W, and S ← 0.9 S + (1 − 1/W) (g − m_before)², so that
-    S / W is the bias-corrected v − m², never below 0.
+    With weights 0.9^(t-i), whose sum is W = Σ 0.9^(t-i): m ← m + (g − m) / W, and S ← 0.9 S + (1 − 1/W) (g − m_before)², so
+    that S / W is the bias-corrected v − m², never below 0.
     """
 
     name = "gsnr"
@@ -112,7 +112,7 @@ class Gsnr(Signal):
         self._weight = np.zeros(len(self._parameters))
         """W of each parameter."""
         self._entered: list[int] = []
-        """Parameters of the latest `values` whose gradient is taken to be finite until `combine` knows."""
+        """Indices of the parameters in the latest `values` whose gradients are assumed finite until `combine` knows."""
 
     def values(self, scale: Tensor, skips: bool = False) -> Tensor:
         home = self._parameters[0].device
@@ -120,8 +120,8 @@ class Gsnr(Signal):
         sums = torch.full((2, len(self._parameters)), torch.nan, device=home)
         if not present:
             return sums.flatten()
-        found: list[Any] = [self._parameters[i].grad for i in present]
-        norms = torch.stack([n.to(home) for n in torch._foreach_norm(found, 2, torch.float32)])
+        gradients: list[Any] = [self._parameters[i].grad for i in present]
+        norms = torch.stack([n.to(home) for n in torch._foreach_norm(gradients, 2, torch.float32)])
         finite = torch.isfinite(norms)
         if skips:  # a loss scaler skips the whole update
             finite = finite & finite.all()
@@ -129,7 +129,7 @@ class Gsnr(Signal):
         if home.type == "cpu":
             present = [i for i, good in zip(present, finite.tolist(), strict=True) if good]
             masks = None
-        else:  # known on the device only: what is not finite is masked, and its weight mended when the host knows
+        else:  # known only on the device: mask what is not finite here, and correct its weight in `combine`
             masks = dict(zip(present, finite.unbind(), strict=True))
         self._weight[present] = DECAY * self._weight[present] + 1.0
         self._entered = present
@@ -177,9 +177,9 @@ class Gsnr(Signal):
                 self._weight[i] = (self._weight[i] - 1.0) / DECAY
                 self._spread[i].div_(DECAY)
         self._entered = []
-        there = ~np.isnan(sums) & (finite == 1.0)
-        total = np.add.reduceat(np.where(there, sums, 0.0), self._segments)
-        count = np.add.reduceat(np.where(there, self._numel, 0.0), self._segments)
+        measured = ~np.isnan(sums) & (finite == 1.0)
+        total = np.add.reduceat(np.where(measured, sums, 0.0), self._segments)
+        count = np.add.reduceat(np.where(measured, self._numel, 0.0), self._segments)
         with np.errstate(invalid="ignore", divide="ignore"):
             return total / count
 
@@ -188,23 +188,26 @@ class Gsnr(Signal):
         return sum(8 * m.numel() for m in self._mean)
 
     def tensors(self) -> dict[str, Tensor]:
-        found = {"weight": torch.from_numpy(self._weight.copy())}
+        state = {"weight": torch.from_numpy(self._weight.copy())}
         for i, (m, s) in enumerate(zip(self._mean, self._spread, strict=True)):
-            found |= {f"mean.{i}": m, f"spread.{i}": s}
-        return found
+            state |= {f"mean.{i}": m, f"spread.{i}": s}
+        return state
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        ours = self.tensors()
-        if {k: t.shape for k, t in ours.items()} != {k: t.shape for k, t in tensors.items()}:
-            raise ConfigError("the state of trigger gsnr in the checkpoint is that of other parameters: start anew")
+        state = self.tensors()
+        if {k: t.shape for k, t in state.items()} != {k: t.shape for k, t in tensors.items()}:
+            raise ConfigError(
+                "the state of trigger gsnr in the checkpoint belongs to other parameters: resume with the model of the "
+                "checkpoint, or start from scratch"
+            )
         self._weight = tensors["weight"].cpu().double().numpy().copy()
-        for name, tensor in ours.items():
+        for name, tensor in state.items():
             if name != "weight":
                 tensor.copy_(tensors[name])
 
 
 class Jacobian(Signal):
-    """Gain of each unit in the backward, by full backward hooks on its module."""
+    """Gain of each unit in the backward, measured by full backward hooks on its module."""
 
     name = "jacobian"
 

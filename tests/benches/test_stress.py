@@ -198,10 +198,10 @@ def test_a_grid_of_products_in_two_stages(tmp_path):
         (["--arms", "gnmr:1-2-3:off"], "--arms gnmr:1-2-3:off"),
         (["--arms", "gnmr:x:1.3"], "--arms gnmr:x:1.3"),
         (["--arms", "gsnr", "--max-o", "-1"], "max_o=-1"),
-        (["--arms", "gsnr", "--max-o", "15"], "max_o=15: the model has 14 recoverable units"),
+        (["--arms", "gsnr", "--max-o", "15"], "max_o=15: expected at most 14, the model's recoverable units"),
         (["--arms", "listed:*.foo"], "'*.foo'"),
-        (["--arms", "random:0.5", "--max-o", "0"], "promotion_ratio=0.5 is 7 units in the mean, and max_o allows 0"),
-        (["--arms", "random:0.5", "--max-o", "3"], "promotion_ratio=0.5 is 7 units in the mean, and max_o allows 3"),
+        (["--arms", "random:0.5", "--max-o", "0"], "promotion_ratio=0.5 is 7 units on average, but max_o allows 0"),
+        (["--arms", "random:0.5", "--max-o", "3"], "promotion_ratio=0.5 is 7 units on average, but max_o allows 3"),
     ],
 )
 def test_errors_are_reported_before_anything_runs(tmp_path, capsys, monkeypatch, arguments, message):

@@ -10,6 +10,7 @@ import torch
 from conftest import trace_lines
 from safetensors.torch import load_file
 
+from hf_gnmr.backends import BACKENDS
 from hf_gnmr.cli import main as cli
 from hf_gnmr.run.plan import plan
 from hf_gnmr.run.recipe import RecipeError, find_recipe, load_recipe
@@ -46,19 +47,19 @@ def test_deepseek_style_sizes(kind, name, parameters, units, max_o, tokens, rate
     gnmr = recipe.gnmr
     assert (gnmr.alpha_init, gnmr.alpha_init_fraction, gnmr.alpha) == (1.5, 0.025, 1.1)
     assert gnmr.beta == (None if kind == "fp8" else 1.5) and recipe.backend.name == kind
-    assert kind == "fp8" or (recipe.backend.bits_low, recipe.backend.bits_recovery) == (6, 8)
+    assert kind == "fp8" or (recipe.backend.options.bits_low, recipe.backend.options.bits_recovery) == (6, 8)
 
 
 def test_mixture_and_pangu_class():
     moe, pangu = (load_recipe(find_recipe(name)) for name in ("moe_3_7b", "pangu_1b"))
     figures = plan(moe, processes=4)
-    assert figures["parameters"] == 9_532_457_984, "what the paper's dimensions come to in this class, not 3.7B"
+    assert figures["parameters"] == 9_532_457_984, "what the paper's dimensions give in this class, not 3.7B"
     assert (figures["units"], figures["global_batch"]) == (192, 32) and moe.gnmr.fidelity_warmup == 0.05
     assert (moe.gnmr.alpha, moe.gnmr.beta, moe.data.max_length, moe.training["learning_rate"]) == (0.9, None, 4096, 5e-5)
     figures = plan(pangu, processes=4)
     assert round(figures["parameters"] / 1e9, 2) == 1.16 and (figures["units"], figures["max_o"]) == (26, 6)
     assert figures["global_batch"] * 4096 * figures["steps"] == pytest.approx(4e9, rel=1e-3)
-    assert (pangu.gnmr.alpha, pangu.backend.bits_low, pangu.training["learning_rate"]) == (0.4, 4, 2e-3)
+    assert (pangu.gnmr.alpha, pangu.backend.options.bits_low, pangu.training["learning_rate"]) == (0.4, 4, 2e-3)
     for recipe in (moe, pangu):
         assert recipe.training["lr_scheduler_type"] == "cosine" and not recipe.training["lr_scheduler_kwargs"]
 
@@ -91,15 +92,15 @@ def test_all_is_the_plain_training_bit_for_bit(tmp_path):
         "fp8": ["fp8_small", "trigger.name=none"],
         "lowbit": ["lowbit_small", "trigger.name=all", same_model],
     }
-    found = {}
+    results = {}
     for name, arguments in runs.items():
         assert train([arguments[0], *FEW, *arguments[1:], f"training.output_dir={tmp_path / name}"]) == 0
         losses = [line["loss"] for line in trace_lines(tmp_path / name)[1]]
-        found[name] = losses, load_file(tmp_path / name / "model.safetensors")
+        results[name] = losses, load_file(tmp_path / name / "model.safetensors")
     for a, b in (("plain", "lifted"), ("fp8", "lowbit")):
-        assert found[a][0] == found[b][0]
-        assert all(torch.equal(found[a][1][key], found[b][1][key]) for key in found[a][1])
-    assert found["plain"][0] != found["fp8"][0]
+        assert results[a][0] == results[b][0]
+        assert all(torch.equal(results[a][1][key], results[b][1][key]) for key in results[a][1])
+    assert results["plain"][0] != results["fp8"][0]
 
 
 def test_plan_of_products_under_lora_and_of_auto(capsys):
@@ -107,20 +108,33 @@ def test_plan_of_products_under_lora_and_of_auto(capsys):
     assert "INT8" not in capsys.readouterr().out
     sizes = "vocab_size: 288, hidden_size: 120, num_attention_heads: 4, num_hidden_layers: 1"
     odd = f"model.architecture={{model_type: llama, {sizes}}}"
-    assert cli(["plan", "fp8_small", odd]) == 0, "auto: emulated where there is none"
+    assert cli(["plan", "fp8_small", odd]) == 0, "auto: emulated if the device has no FP8"
     assert cli(["plan", "fp8_small", odd, "backend.emulate=false"]) == 2
     assert "multiples of 16" in capsys.readouterr().err
 
 
-def test_another_backend_takes_the_old_ones_options_away(tmp_path):
-    assert load_recipe(find_recipe("lowbit_130m"), ["backend.name=none"]).backend.bits_low == 4, "its default"
-    assert load_recipe(find_recipe("moe_small"), ["backend.name=lowbit"]).backend.unit == "expert", "which both have"
-    assert load_recipe(find_recipe("moe_small"), ["backend.name=lowbit"]).backend.emulate is False
+@pytest.mark.parametrize(
+    ("name", "backend", "unit"),
+    [
+        ("lowbit_130m", "none", None),
+        ("moe_small", "lowbit", "expert"),  # a kind of unit that both backends have
+        ("moe_small", "activation", None),  # which has no such kind
+    ],
+)
+def test_another_backend_removes_the_old_ones_options(name, backend, unit):
+    section = load_recipe(find_recipe(name), [f"backend.name={backend}"]).backend
+    assert section.options == BACKENDS[backend].make_options({"unit": unit} if unit else {})
+
+
+def test_another_backend_in_an_extending_recipe_removes_the_old_ones_options(tmp_path):
     child = tmp_path / "child.yaml"
     child.write_text(f"extends: {find_recipe('fp8_small').resolve()}\nbackend: {{name: lowbit, bits_low: 6}}\n")
-    assert load_recipe(child).backend.emulate is False
-    status = train(["lowbit_small", "backend.name=fp8", "backend.bits_low=6", f"training.output_dir={tmp_path / 'r'}"])
-    assert status == 2, "given by hand it is refused"
-    assert load_recipe(find_recipe("moe_small"), ["backend.name=activation"]).backend.unit is None, "no kind of its"
+    options = load_recipe(child).backend.to_dict()
+    assert options["bits_low"] == 6 and "emulate" not in options
+
+
+def test_another_backends_options_are_refused_if_given_by_hand(tmp_path):
+    folder = tmp_path / "run"
+    assert train(["lowbit_small", "backend.name=fp8", "backend.bits_low=6", f"training.output_dir={folder}"]) == 2
     with pytest.raises(RecipeError, match=r"backend\.emulate='maybe'"):
         load_recipe(find_recipe("fp8_small"), ["backend.emulate=maybe"])

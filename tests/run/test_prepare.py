@@ -54,7 +54,7 @@ def test_units_that_are_no_layers_are_not_compared_with_the_depth(recipe_file):
     recipe = load_recipe(recipe_file, ["gnmr.max_o=4"])
     source = find_model(recipe)
     prepare_tokenizer(recipe, source, units_are_layers=False)
-    with pytest.raises(RecipeError, match="3 decoder layers"):
+    with pytest.raises(RecipeError, match="expected at most 3, the model's decoder layers"):
         prepare_tokenizer(recipe, source, units_are_layers=True)
 
 

@@ -1,4 +1,4 @@
-"""Recipes are checked before anything is loaded, each error naming key, value and what is allowed."""
+"""Recipes are checked before anything is loaded, and each error names key, value and what was expected."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def write(tmp_path, text):
 
 
 @pytest.mark.parametrize("text", ["2e-5", "2.0e-5", "2E-05", "0.00002", "'2e-5'", '"2.0e-5"', ".2e-4"])
-def test_numbers_are_the_numbers_they_mean(tmp_path, text):
+def test_numbers_are_read_as_numbers(tmp_path, text):
     file = write(tmp_path, f"training: {{learning_rate: {text}}}\n")
     assert load_recipe(file).training["learning_rate"] == 2e-5
     assert load_recipe(write(tmp_path, ""), [f"training.learning_rate={text}"]).training["learning_rate"] == 2e-5
 
 
-def test_yaml_1_1_traps_are_not_sprung(tmp_path):
+def test_the_traps_of_yaml_1_1_are_avoided(tmp_path):
     file = write(tmp_path, "training: {save_strategy: no, seed: 010, output_dir: 1:30}\nlora: {r: 8, lora_dropout: 0}\n")
     recipe = load_recipe(file)
     assert recipe.training["save_strategy"] == "no"
@@ -35,11 +35,16 @@ def test_yaml_1_1_traps_are_not_sprung(tmp_path):
     assert recipe.training["output_dir"] == "1:30"
 
 
-def test_flags_are_flags(tmp_path):
+@pytest.mark.parametrize(
+    ("override", "expected"), [("overwrite=true", True), ("resume=auto", "auto"), ("resume=false", False)]
+)
+def test_flags_are_read_as_flags(tmp_path, override, expected):
+    run = load_recipe(write(tmp_path, ""), [f"run.{override}"]).run
+    assert getattr(run, override.partition("=")[0]) == expected
+
+
+def test_a_quoted_flag_is_read_as_a_flag(tmp_path):
     assert load_recipe(write(tmp_path, "training: {bf16: 'false'}\n")).training["bf16"] is False
-    assert load_recipe(write(tmp_path, ""), ["run.overwrite=true"]).run.overwrite is True
-    assert load_recipe(write(tmp_path, ""), ["run.resume=auto"]).run.resume == "auto"
-    assert load_recipe(write(tmp_path, ""), ["run.resume=false"]).run.resume is False
 
 
 @pytest.mark.parametrize(
@@ -50,31 +55,31 @@ def test_flags_are_flags(tmp_path):
         ("gnmr.t_loc=3", "did you mean gnmr.t_lock"),
         ("trainig.max_steps=3", "unknown section trainig: did you mean training"),
         ("lora.target_module=q_proj", "did you mean lora.target_modules"),
-        ("training.learning_rate=fast", "training.learning_rate='fast': float is allowed"),
-        ("training.learning_rate=-1e-3", "training.learning_rate=-0.001: a finite number, at least 0, is allowed"),
-        ("training.learning_rate=.nan", "training.learning_rate=nan: a finite number"),
-        ("training.max_grad_norm=null", "training.max_grad_norm=None: float is allowed"),
-        ("training.max_steps=2.5", "training.max_steps=2.5: int is allowed"),
-        ("training.max_steps=0", "training.max_steps=0: a finite number, at least 1"),
+        ("training.learning_rate=fast", "training.learning_rate='fast': expected float"),
+        ("training.learning_rate=-1e-3", "training.learning_rate=-0.001: expected a finite number, at least 0"),
+        ("training.learning_rate=.nan", "training.learning_rate=nan: expected a finite number"),
+        ("training.max_grad_norm=null", "training.max_grad_norm=None: expected float"),
+        ("training.max_steps=2.5", "training.max_steps=2.5: expected int"),
+        ("training.max_steps=0", "training.max_steps=0: expected a finite number, at least 1"),
         ("training.per_device_train_batch_size=0", "at least 1"),
-        ("training.save_strategy=sometimes", "training.save_strategy='sometimes': 'no', 'steps', 'epoch'"),
+        ("training.save_strategy=sometimes", "training.save_strategy='sometimes': expected 'no', 'steps', 'epoch'"),
         ("training.optim=adamw_troch", "training.optim='adamw_troch': did you mean 'adamw_torch'?"),
-        ("training.bf16=2", "training.bf16=2: bool is allowed"),
-        ("training.seed=true", "training.seed=True: int is allowed"),
-        ("gnmr.max_o=2.0", "gnmr.max_o=2.0: a whole number of units"),
+        ("training.bf16=2", "training.bf16=2: expected bool"),
+        ("training.seed=true", "training.seed=True: expected int"),
+        ("gnmr.max_o=2.0", "gnmr.max_o=2.0: expected a whole number of units"),
         ("gnmr.max_o=-1", "gnmr.max_o=-1"),
-        ("gnmr.alpha=.nan", "gnmr.alpha=nan: a finite number above 0"),
+        ("gnmr.alpha=.nan", "gnmr.alpha=nan: expected a finite number above 0"),
         ("gnmr.beta=-1", "gnmr.beta=-1.0"),
         ("gnmr.delta=0", "gnmr.delta=0"),
         ("gnmr.t_lock=-1", "gnmr.t_lock=-1"),
         ("gnmr.t_lock=0.5", "gnmr.t_lock=0.5"),
-        ("gnmr.alpha_init_fraction=1.5", "gnmr.alpha_init_fraction=1.5: a share of the steps from 0 to 1"),
-        ("lora.lora_dropout=1.5", "lora.lora_dropout=1.5: a finite number, at least 0 and at most 1"),
+        ("gnmr.alpha_init_fraction=1.5", "gnmr.alpha_init_fraction=1.5: expected a share of the steps from 0 to 1"),
+        ("lora.lora_dropout=1.5", "lora.lora_dropout=1.5: expected a finite number, at least 0 and at most 1"),
         ("lora.r=0", "lora.r=0"),
         ("lora.target_modules=3", "lora.target_modules=3"),
         ("run.resume=true", "run.resume=True"),
-        ("max_steps=3", "section.key=value is allowed"),
-        ("training.max_steps", "section.key=value is allowed"),
+        ("max_steps=3", "expected section.key=value"),
+        ("training.max_steps", "expected section.key=value"),
     ],
 )
 def test_bad_values_are_refused_by_name(tmp_path, override, message):
@@ -98,11 +103,11 @@ def test_beta_may_be_none(tmp_path):
         ("data: {name: d}\n", "model: the section is missing"),
         ("model: {name: m}\n", "data: the section is missing"),
         ("model: {revision: m}\ndata: {name: d}\n", "model.name is missing"),
-        ("model: m\ndata: {name: d}\n", "model='m': a section holds"),
+        ("model: m\ndata: {name: d}\n", "model='m': expected a section of key: value lines"),
         ("model: {name: m}\ndata: {name: d}\ngnmr: {max_o: 1, max_o: 3}\n", "duplicate key 'max_o'"),
-        ("[1, 2]\n", "a recipe has the sections"),
-        ("model: {name: [\n", "is not YAML"),
-        ("model: !!python/object/apply:os.system [echo]\n", "is not YAML"),
+        ("[1, 2]\n", "expected a recipe with the sections"),
+        ("model: {name: [\n", "is not valid YAML"),
+        ("model: !!python/object/apply:os.system [echo]\n", "is not valid YAML"),
     ],
 )
 def test_missing_sections_and_broken_files_are_refused(tmp_path, text, message):
@@ -127,7 +132,7 @@ def test_shipped_recipes_are_valid_round_trip_and_are_executable(path, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["one_gpu", "ddp", "cpu"])
-def test_accelerate_reads_the_configurations_that_come_along(name):
+def test_accelerate_reads_the_configurations_in_the_repository(name):
     from accelerate.commands.config.config_args import load_config_from_file
 
     config = load_config_from_file(str(REPOSITORY / "recipes" / "accelerate" / f"{name}.yaml"))
@@ -164,7 +169,7 @@ def test_recipes_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find_recipe("smollm2_135m_lora").name == "smollm2_135m_lora.yaml"
     assert find_recipe("recipes/smollm2_135m_lora.yaml").name == "smollm2_135m_lora.yaml"
-    with pytest.raises(RecipeError, match="no recipe file 'nope'; by name there are: .*llama2_13b_lora"):
+    with pytest.raises(RecipeError, match="no recipe file 'nope'; available by name: .*llama2_13b_lora"):
         find_recipe("nope")
 
 

@@ -1,4 +1,5 @@
-"""Two gloo ranks on the CPU: one decision, that of one process with the same global batch, and files from rank 0 only."""
+"""The number of processes; two gloo ranks on the CPU: one decision, that of one process with the same global batch, and
+files from rank 0 only."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from hf_gnmr.trace.file import read_trace
+from hf_gnmr.training.distributed import is_distributed, world_size
 
-pytestmark = pytest.mark.slow
 BIN = pathlib.Path(sys.executable).parent
 
 WATCHED = """
@@ -25,13 +27,13 @@ from hf_gnmr.training import session
 
 decide = session.GNMRSession.decide
 
-def told(self, **kwargs):
+def recorded(self, **kwargs):
     decision = decide(self, **kwargs)
     with open(Path(os.environ["DECISIONS"]) / f"rank{os.environ.get('RANK', 0)}.jsonl", "a") as file:
         file.write(json.dumps([decision.gnmr.tolist(), decision.active.tolist(), self.scalars()]) + "\\n")
     return decision
 
-session.GNMRSession.decide = told
+session.GNMRSession.decide = recorded
 sys.exit(train.main())
 """
 
@@ -60,6 +62,22 @@ def launch(command, script, arguments, **environment):
     return result.stdout + result.stderr
 
 
+def test_without_a_process_group_there_is_one_process():
+    assert not is_distributed() and world_size() == 1
+
+
+def test_a_process_group_gives_the_number_of_processes(monkeypatch):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert is_distributed() and world_size() == 1
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+        assert world_size() == 3
+    finally:
+        torch.distributed.destroy_process_group()
+    assert not is_distributed() and world_size() == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_two_ranks_decide_as_one_process_with_the_same_global_batch(recipe_file, tmp_path, checkpointing):
     script = tmp_path / "watched.py"
@@ -68,7 +86,7 @@ def test_two_ranks_decide_as_one_process_with_the_same_global_batch(recipe_file,
     if checkpointing:
         common += ["training.gradient_checkpointing=true", "training.gradient_checkpointing_kwargs={use_reentrant: false}"]
     runs = {}
-    for name, command, more in (
+    for name, command, settings in (
         ("one", ["python"], ["training.per_device_train_batch_size=4"]),
         ("two", torchrun(2), ["training.per_device_train_batch_size=2", "training.ddp_backend=gloo"]),
     ):
@@ -76,7 +94,7 @@ def test_two_ranks_decide_as_one_process_with_the_same_global_batch(recipe_file,
         out = launch(
             command,
             [str(script)],
-            [*common, *more, f"training.output_dir={tmp_path / name}"],
+            [*common, *settings, f"training.output_dir={tmp_path / name}"],
             DECISIONS=str(tmp_path / f"{name}-decisions"),
         )
         assert out.count("GNMR: 3 units") == 1 and "WORLD SIZE 1" not in out
@@ -96,6 +114,7 @@ def test_two_ranks_decide_as_one_process_with_the_same_global_batch(recipe_file,
     assert not list((tmp_path / "two").glob("trace.*.jsonl")), "files come from rank 0 only"
 
 
+@pytest.mark.slow
 def test_the_example_loop_on_two_ranks(tiny_lm, rows_file, tmp_path):
     example = pathlib.Path(__file__).parents[2] / "examples" / "accelerate_loop.py"
     arguments = ["--model", tiny_lm, "--data", rows_file, "--steps", "4"]
@@ -104,18 +123,21 @@ def test_the_example_loop_on_two_ranks(tiny_lm, rows_file, tmp_path):
     assert not list((tmp_path / "two").glob("trace.*.jsonl"))
 
 
+@pytest.mark.slow
 def test_a_world_size_that_did_not_come_about_is_reported(recipe_file, tmp_path):
     out = launch(["accelerate", "launch", "--cpu", "--num_processes", "2", "-m"], ["hf_gnmr.train"], [recipe_file])
-    assert "WORLD SIZE 1: a launcher seems to have been asked for several processes" in out
+    assert "WORLD SIZE 1: a launcher appears to have been asked for several processes" in out
     assert "torchrun --nproc_per_node" in out
 
 
+@pytest.mark.slow
 def test_the_launchers_cpu_configuration(recipe_file, tmp_path):
     config = pathlib.Path(__file__).parents[2] / "recipes" / "accelerate" / "cpu.yaml"
     out = launch(["accelerate", "launch", "--config_file", str(config), "-m"], ["hf_gnmr.train"], [recipe_file])
     assert "WORLD SIZE" not in out and len(read_trace(tmp_path / "run" / "trace.jsonl").steps) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trigger", ["jacobian", "gsnr", "random"])
 def test_two_ranks_choose_the_same_projections(tmp_path, trigger):
     """Gains are measured on each rank's own activations and added up; the others are the same on every rank anyway."""

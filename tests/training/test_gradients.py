@@ -1,4 +1,4 @@
-"""Norms of the gradient as the optimizer would use it: unclipped, accumulated, unscaled, once a step."""
+"""Norms of the gradient as the optimizer would use it: unclipped, accumulated, unscaled, once per step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import Trainer
 
 from hf_gnmr import GNMRCallback, SetupError
 from hf_gnmr.backends.units import find_units
-from hf_gnmr.training.gradients import GradientNorms
+from hf_gnmr.training.gradients import GradientNorms, StepVector
 
 
 def run(trainer_for, tiny, tmp_path, callback=None, model=None, **changes):
@@ -35,7 +35,7 @@ def test_first_step_norms_do_not_depend_on_clipping(trainer_for, tiny, tmp_path)
 @pytest.mark.parametrize("checkpointing", ["off", "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_norms_are_those_of_the_accumulated_gradient(trainer_for, tiny, tmp_path, accumulation, checkpointing):
-    """Held against the gradients themselves, read by hand where no clipping has touched them."""
+    """Compared with the gradients themselves, read by hand without clipping."""
     seen = []
 
     class Look(GNMRCallback):
@@ -93,15 +93,15 @@ def test_a_loss_that_ignores_the_accumulation_scales_the_norms_and_no_ratio(trai
     def mean_of_this_batch(outputs, labels, num_items_in_batch=None):
         return torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
 
-    found = {}
+    measured = {}
     for k in (1, 2, 4):
         options = {"per_device_train_batch_size": 8 // k, "gradient_accumulation_steps": k, "learning_rate": 1e-6}
         lines = run(trainer_for, tiny, tmp_path, compute_loss_func=mean_of_this_batch, **options)
         assert len(lines) == 6, "one reading per optimizer step"
-        found[k] = norms(lines), np.array([line["gnmr"] for line in lines])
+        measured[k] = norms(lines), np.array([line["gnmr"] for line in lines])
     for k in (2, 4):
-        np.testing.assert_allclose(found[k][0] / found[1][0], k, rtol=0.03)
-        np.testing.assert_allclose(found[k][1], found[1][1], rtol=0.03)
+        np.testing.assert_allclose(measured[k][0] / measured[1][0], k, rtol=0.03)
+        np.testing.assert_allclose(measured[k][1], measured[1][1], rtol=0.03)
 
 
 def test_logged_loss_is_the_one_in_the_trace(trainer_for, tiny, tmp_path):
@@ -169,16 +169,14 @@ def test_a_loss_scale_is_divided_out(tiny):
         assert reading.loss == pytest.approx(readings[0].loss, rel=1e-5)
 
 
-def test_norms_of_parameters_are_combined_without_overflow(tiny):
+@pytest.mark.parametrize("factor", [1e-15, 1e18])
+def test_norms_of_parameters_are_combined_without_overflow(tiny, factor):
     model = with_lora(load_int8(tiny)).train()
     batch = {k: torch.tensor([row[k] for row in token_rows(2)]) for k in ("input_ids", "labels")}
-    for factor in (1e-15, 1e18):
-        monitor = GradientNorms(model, find_units(model))
-        (model(**batch).loss * factor).backward()
-        reading = monitor.read()
-        assert (reading.norms > 0).all() and np.isfinite(reading.norms).all()
-        monitor.remove()
-        model.zero_grad()
+    monitor = GradientNorms(model, find_units(model))
+    (model(**batch).loss * factor).backward()
+    reading = monitor.read()
+    assert (reading.norms > 0).all() and np.isfinite(reading.norms).all()
 
 
 def test_an_interrupted_backward_does_not_silence_the_next(tiny):
@@ -230,3 +228,29 @@ def test_adapters_of_several_dtypes_are_gathered_in_groups(tiny, monkeypatch):
         squares = [p.grad.double().square().sum() for p in unit.parameters]
         assert value == pytest.approx(float(torch.stack(squares).sum().sqrt()), rel=1e-5)
     monitor.remove()
+
+
+def test_the_parts_of_a_steps_vector_come_back_under_their_names_in_one_transfer(monkeypatch):
+    transfers, to = [], torch.Tensor.to
+
+    def counted(self, *args, **kwargs):
+        transfers.append(args)
+        return to(self, *args, **kwargs)
+
+    vector = StepVector([4, 2])
+    vector.add("norms", torch.tensor([3.0, 0.25]))
+    vector.add("scale", torch.tensor([65536.0]))
+    vector.add("empty", torch.zeros(0))
+    vector.add("loss", torch.tensor([float("inf")]))
+    assert "scale" in vector and "weight" not in vector
+    assert vector.device == torch.device("cpu") and vector.indices == [4, 2]
+    monkeypatch.setattr(torch.Tensor, "to", counted)
+    parts = vector.fetch()
+    assert transfers == [("cpu", torch.float64)]
+    assert {name: values.tolist() for name, values in parts.items()} == {
+        "norms": [3.0, 0.25],
+        "scale": [65536.0],
+        "empty": [],
+        "loss": [float("inf")],
+    }
+    assert all(values.dtype == np.float64 for values in parts.values())

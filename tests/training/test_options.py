@@ -17,8 +17,8 @@ from hf_gnmr.run.recipe import load_recipe
 from hf_gnmr.run.sections import RecipeError
 from hf_gnmr.training.options import Options
 
-NEEDED = {"random": {"promotion_ratio": 0.1}, "listed": {"units": ["*"]}}
-"""Options without which a trigger cannot be made."""
+REQUIRED = {"random": {"promotion_ratio": 0.1}, "listed": {"units": ["*"]}}
+"""Options that a trigger requires."""
 DECLARED = [*((cls.name, cls.Options) for cls in BACKENDS.values()), *((cls.name, cls.Options) for cls in TRIGGERS.values())]
 
 
@@ -49,10 +49,10 @@ def test_callback_session_and_recipe_take_what_the_backend_declares(backend, tmp
 @pytest.mark.parametrize("trigger", list(TRIGGERS))
 def test_a_recipe_takes_what_the_trigger_declares(trigger, tmp_path):
     file = tmp_path / "r.yaml"
-    section = {"name": trigger, **NEEDED.get(trigger, {})}
+    section = {"name": trigger, **REQUIRED.get(trigger, {})}
     file.write_text(yaml.safe_dump({"model": {"name": "m"}, "data": {"name": "d"}, "trigger": section}))
     recipe = load_recipe(file)
-    assert recipe.trigger.options == TRIGGERS[trigger].Options(**NEEDED.get(trigger, {}))
+    assert recipe.trigger.options == TRIGGERS[trigger].Options(**REQUIRED.get(trigger, {}))
     again = tmp_path / "again.yaml"
     again.write_text(recipe.to_yaml())
     assert load_recipe(again) == recipe
@@ -99,8 +99,8 @@ def test_a_wrong_option_is_refused_by_name(settings, message):
 
 
 @pytest.mark.parametrize("backend", list(BACKENDS))
-def test_what_version_0_1_0_stored_is_still_taken(backend, tmp_path):
-    """It listed the options of all backends, those of the others at their defaults, and all of the triggers' as null."""
+def test_what_version_0_1_0_stored_is_still_accepted(backend, tmp_path):
+    """It stored the options of all backends, at their defaults for the other backends, and all trigger options as null."""
     everything = {
         "recovery": "host",
         "recovery_source": None,

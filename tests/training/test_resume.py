@@ -1,4 +1,4 @@
-"""Runs cut at any step, by kill -9 too, and gone on with: bit for bit the uninterrupted one, or a clear decision."""
+"""Runs cut at any step, also by kill -9, and resumed: bit for bit the uninterrupted run, or a clear refusal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_gnmr import ConfigError, GNMRCallback, last_checkpoint
 SETTINGS = {"max_o": 1, "alpha": 0.9, "alpha_init": 1.1, "alpha_init_fraction": 0.25, "t_lock": 2}
 LORA = {"lora_dropout": 0.1}
 HELPERS = pathlib.Path(__file__).parents[1], pathlib.Path(__file__).parent
-"""Folders of the modules that a process of its own imports: conftest and this file."""
+"""Folders of the modules that a separate process imports: conftest and this file."""
 
 
 def comparable(run):
@@ -57,7 +57,7 @@ def straight(tiny, tmp_path_factory):
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
-def test_a_run_gone_on_with_after_any_step_is_the_straight_one(step, straight, trainer_for, tiny, tmp_path):
+def test_a_run_resumed_after_any_step_equals_the_straight_one(step, straight, trainer_for, tiny, tmp_path):
     folder, parameters = straight
     assert len({tuple(line["active"]) for line in comparable(folder)}) >= 3, "worth comparing with"
     run = tmp_path / "run"
@@ -70,7 +70,7 @@ def test_a_run_gone_on_with_after_any_step_is_the_straight_one(step, straight, t
 
 
 class Kill(TrainerCallback):
-    """kill -9 to this very process, at the end of a step."""
+    """Kills its own process with kill -9 at the end of a step."""
 
     def __init__(self, step):
         self.step = step
@@ -81,7 +81,7 @@ class Kill(TrainerCallback):
 
 
 def killed_run(folder, tiny, where, step):
-    """What the subprocess does."""
+    """What the subprocess runs."""
     from conftest import token_rows
     from transformers import Trainer, TrainerState, TrainingArguments
 
@@ -141,12 +141,12 @@ def test_kill_9(where, step, last, straight, trainer_for, tiny, tmp_path, capsys
     )
     assert result.returncode == -signal.SIGKILL, result.stderr[-3000:]
     written = [line["step"] for line in trace_lines(run)[1]]
-    assert written == list(range(1, step + 1)), "a line a step, flushed"
-    found = last_checkpoint(run)
-    assert (found.name if found else None) == last
+    assert written == list(range(1, step + 1)), "one line per step, flushed"
+    checkpoint = last_checkpoint(run)
+    assert (checkpoint.name if checkpoint else None) == last
     model = model_for(tiny)
     trainer = trainer_for(model, GNMRCallback(**SETTINGS), save_strategy="steps", save_steps=2)
-    trainer.train(resume_from_checkpoint=str(found) if found else None)
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     folder, parameters = straight
     assert comparable(run) == comparable(folder)
     assert all(torch.equal(p, parameters[n]) for n, p in model.named_parameters() if n in parameters)
@@ -159,35 +159,43 @@ def test_the_state_is_small_plain_json_and_does_not_grow(straight):
     sizes = []
     for step in (2, 6):
         text = (folder / f"checkpoint-{step}" / "trainer_state.json").read_text()
-        state = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        state = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
         state = state["stateful_callbacks"]["GNMRCallback"]
         assert json.loads(json.dumps(state["attributes"])) == state["attributes"]
         sizes.append(len(json.dumps(state)))
-    assert sizes[1] < 3000 and sizes[1] - sizes[0] < 500, "a window of δ values a unit, however long the run"
+    assert sizes[1] < 3000 and sizes[1] - sizes[0] < 500, "a window of δ values per unit, however long the run"
 
 
-def test_a_checkpoint_of_a_model_with_other_layers_is_refused_by_name(straight, trainer_for, tiny, tmp_path):
-    """Where the checkpoint has the optimizer's state too, torch refuses that first: the Trainer loads it earlier."""
+@pytest.mark.parametrize(
+    ("optimizer_saved", "error", "message"),
+    [
+        (True, ValueError, "doesn't match the size of optimizer's group"),
+        (False, ConfigError, r"layers=\[0, 1, 2\], this run has \[0, 2\]"),
+    ],
+)
+def test_a_checkpoint_of_a_model_with_other_layers_is_refused_by_name(
+    straight, trainer_for, tiny, tmp_path, optimizer_saved, error, message
+):
+    """If the checkpoint has the optimizer's state as well, torch refuses that first: the Trainer loads it earlier."""
     run = tmp_path / "run"
     shutil.copytree(straight[0], run)
-    for message in ("doesn't match the size of optimizer's group", r"layers=\[0, 1, 2\], this run has \[0, 2\]"):
-        model = with_lora(load_int8(tiny), layers_to_transform=[0, 2], target_modules=["q_proj"])
-        with pytest.raises(ValueError, match=message) as caught:
-            trainer_for(model, GNMRCallback(**SETTINGS)).train(resume_from_checkpoint=str(run / "checkpoint-3"))
-        (run / "checkpoint-3" / "optimizer.pt").unlink(missing_ok=True)
-    assert caught.type is ConfigError
+    if not optimizer_saved:
+        (run / "checkpoint-3" / "optimizer.pt").unlink()
+    model = with_lora(load_int8(tiny), layers_to_transform=[0, 2], target_modules=["q_proj"])
+    with pytest.raises(error, match=message):
+        trainer_for(model, GNMRCallback(**SETTINGS)).train(resume_from_checkpoint=str(run / "checkpoint-3"))
     assert comparable(run) == comparable(straight[0])
 
 
-def test_a_damaged_state_is_refused_by_name(straight, trainer_for, tiny, tmp_path):
-    folder, _ = straight
+@pytest.mark.parametrize(
+    ("damage", "message"), [({"version": 99}, "version 99"), ({"num_units": None}, "num_units=None, this run has 3")]
+)
+def test_a_damaged_state_is_refused_by_name(straight, trainer_for, tiny, tmp_path, damage, message):
     run = tmp_path / "run"
-    shutil.copytree(folder, run)
+    shutil.copytree(straight[0], run)
     file = run / "checkpoint-3" / "trainer_state.json"
-    for damage, message in (({"version": 99}, "version 99"), ({"num_units": None}, "num_units=None, this run has 3")):
-        state = json.loads(file.read_text())
-        state["stateful_callbacks"]["GNMRCallback"]["attributes"]["_state"] |= damage
-        (run / "checkpoint-3" / "trainer_state.json").write_text(json.dumps(state))
-        with pytest.raises(ConfigError, match=message):
-            trainer_for(model_for(tiny), GNMRCallback(**SETTINGS)).train(resume_from_checkpoint=str(run / "checkpoint-3"))
-        shutil.copy(folder / "checkpoint-3" / "trainer_state.json", file)
+    state = json.loads(file.read_text())
+    state["stateful_callbacks"]["GNMRCallback"]["attributes"]["_state"] |= damage
+    file.write_text(json.dumps(state))
+    with pytest.raises(ConfigError, match=message):
+        trainer_for(model_for(tiny), GNMRCallback(**SETTINGS)).train(resume_from_checkpoint=str(run / "checkpoint-3"))

@@ -1,4 +1,4 @@
-"""How gradients are read under the engine that holds them: one file an engine, one line in `ENGINES`."""
+"""How gradients are read under the engine that holds them: one file per engine, one entry in `ENGINES`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .base import UnitNorms, partitioning
 from .local import LocalNorms
 
 ENGINES: tuple[type[UnitNorms], ...] = (LocalNorms,)
-"""Asked in this order; the first that handles a model reads it."""
+"""Asked in this order; the first that handles a model reads its gradients."""
 
 
 IN_BACKWARD = ("lomo", "layerwise")
-"""Optimizers (parts of their names) that use up each gradient inside the backward: no norm is left to read after it."""
+"""Parts of the names of optimizers that use up each gradient inside the backward, so that no norm is left to read."""
 PARTITIONED_BY = ("deepspeed", "fsdp")
-"""Fields of TrainingArguments that ask for an engine which partitions gradients."""
+"""Fields of TrainingArguments that request an engine which partitions gradients."""
 
 
 def refuse_unreadable_settings(training: Mapping[str, Any]) -> None:
-    """Raise SetupError for fields of TrainingArguments that ask for an engine which no reader here can read."""
+    """Raise SetupError for fields of TrainingArguments that request an engine without a reader here."""
     for key in PARTITIONED_BY:
         if training.get(key) and not any(key in engine.asked_for_by for engine in ENGINES):
             raise SetupError(
@@ -33,7 +33,7 @@ def refuse_unreadable_settings(training: Mapping[str, Any]) -> None:
 
 
 def refuse_unreadable_optimizer(name: str) -> None:
-    """Raise SetupError for an optimizer that steps inside the backward, unless a reader here reads before it does."""
+    """Raise SetupError for an optimizer that steps inside the backward, unless a reader here reads each gradient before."""
     if any(part in name.lower() for part in IN_BACKWARD) and not any(engine.reads_in_backward for engine in ENGINES):
         raise SetupError(
             f"optim={name!r} uses up each gradient inside the backward, so no norm is left to read. "
@@ -42,11 +42,11 @@ def refuse_unreadable_optimizer(name: str) -> None:
 
 
 def refuse_unreadable_engine(model: nn.Module) -> None:
-    """Raise SetupError under engines whose gradients no reader here can read."""
+    """Raise SetupError if no reader here can read the gradients of the engine that holds this model."""
     if not any(engine.handles(model) for engine in ENGINES):
         raise SetupError(
-            f"{partitioning(model)}: gradients are partitioned or kept by the engine, so a layer's unclipped norm cannot be "
-            "read. Use one process, DDP, or device_map"
+            f"{partitioning(model)}: the engine partitions the gradients or keeps them to itself, so a layer's "
+            "unclipped norm cannot be read. Use one process, DDP, or device_map"
         )
 
 
@@ -54,7 +54,7 @@ def unit_norms(model: nn.Module, units: Sequence[Unit]) -> UnitNorms:
     """The reader for the engine that holds the model's gradients.
 
     Raises:
-        SetupError: none can read them.
+        SetupError: no reader can read them.
     """
     refuse_unreadable_engine(model)
     return next(engine for engine in ENGINES if engine.handles(model))(model, units)

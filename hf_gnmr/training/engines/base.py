@@ -1,4 +1,4 @@
-"""What a reader of gradients owes: norms on the device without a sync, and what they come to on the host."""
+"""The interface of a gradient reader: norms on the device without a sync, then combined per unit on the host."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ...backends.units import Unit, unwrap
 from ...control.monitor import Bools, Floats
 
 PARTITIONING = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
-"""Engines of accelerate that keep gradients to themselves."""
+"""Engines of accelerate that partition gradients or keep them to themselves."""
 
 
 def partitioning(model: nn.Module) -> str | None:
-    """What partitions the model's gradients, in words; None: nothing does."""
+    """What partitions the model's gradients, in words; None if nothing does."""
     if any(hasattr(p, "device_mesh") for p in model.parameters()):
         return "the model's parameters are DTensors (fully_shard, tensor parallelism)"
     kind = AcceleratorState().distributed_type if AcceleratorState._shared_state else DistributedType.NO
@@ -29,10 +29,10 @@ def partitioning(model: nn.Module) -> str | None:
 
 @dataclass(frozen=True)
 class Norms:
-    """What one step's gradients come to. Arrays are float64 or bool, shape (num_units,)."""
+    """One step's combined norms. Arrays are float64 or bool, shape (num_units,)."""
 
     units: Floats
-    """L2 norm of each unit's gradient; 0 where it had none."""
+    """L2 norm of each unit's gradient; 0 for units without one."""
     seen: Bools
     """Units of which at least one parameter had a gradient."""
     total: float
@@ -48,7 +48,7 @@ class UnitNorms(ABC):
     """
 
     asked_for_by: ClassVar[tuple[str, ...]] = ()
-    """Fields of TrainingArguments that ask for its engine."""
+    """Fields of TrainingArguments that request this reader's engine."""
     reads_in_backward: ClassVar[bool] = False
     """Whether it reads each gradient before an optimizer uses it up inside the backward."""
 
@@ -57,10 +57,10 @@ class UnitNorms(ABC):
         known = {id(p) for p in in_units}
         outside = [p for p in unwrap(model).parameters() if p.requires_grad and id(p) not in known]
         self.parameters: list[nn.Parameter] = in_units + outside
-        """Those of the units, unit by unit, then all other trainable ones."""
+        """The units' parameters, unit by unit, then all other trainable ones."""
         self.in_units = len(in_units)
-        # A unit that is one of several experts in a tensor reads its part of the gradient: the parameter is listed once per
-        # part. -1: the whole gradient.
+        # A unit that is one of several experts in a tensor reads its part of the gradient, so the parameter is listed once
+        # per part. -1 means the whole gradient.
         parts = [-1 if unit.part is None else unit.part for unit in units for _ in unit.parameters]
         self.parts = np.array(parts + [-1] * len(outside))
         # Parameters are listed unit by unit, so that a unit's share of the vector is one contiguous segment.
@@ -69,30 +69,30 @@ class UnitNorms(ABC):
     @classmethod
     @abstractmethod
     def handles(cls, model: nn.Module) -> bool:
-        """Whether it can read this model's gradients."""
+        """Whether this reader can read the model's gradients."""
 
     @property
     def home(self) -> torch.device:
-        """The device on which a step's numbers are gathered."""
+        """The device on which a step's values are gathered."""
         return self.parameters[0].device
 
     @property
     def elsewhere(self) -> int:
-        """Trainable parameters in no unit (numbers, not tensors)."""
+        """Number of trainable parameters outside all units (elements, not tensors)."""
         return sum(p.numel() for p in self.parameters[self.in_units :])
 
     @abstractmethod
     def measure(self) -> tuple[Tensor, list[int]]:
-        """Norms of the gradients that are present, fp32, on `home`, without a host sync; and the parameters' indices."""
+        """Norms of the existing gradients, fp32, on `home`, without a host sync, and the indices of their parameters."""
 
     @abstractmethod
     def combine(self, norms: Floats, indices: list[int], scale: float) -> Norms:
-        """What the measured norms come to, on the host.
+        """Combine the measured norms per unit, on the host.
 
         Args:
-            norms: as measured, float64.
-            indices: of the parameters, as measured.
-            scale: the loss scale, to be divided out.
+            norms: from `measure`, as float64.
+            indices: from `measure`.
+            scale: the loss scale, which is divided out.
         """
 
     def drop(self) -> None:

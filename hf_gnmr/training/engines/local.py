@@ -1,7 +1,7 @@
-"""Gradients that are whole on this process: one process, DDP after its all-reduce, `device_map` over several devices.
+"""Gradients that are complete on this process: one process, DDP after its all-reduce, `device_map` over several devices.
 
-One `_foreach_norm` per group of equal device and dtype (fp32 accumulation, no copy of a gradient); on the host the norms are
-combined in float64, where squares neither overflow nor vanish.
+One `_foreach_norm` per group of equal device and dtype (fp32 accumulation, no copy of a gradient).  On the host the norms
+are combined in float64, where squares neither overflow nor underflow.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .base import Norms, UnitNorms, partitioning
 
 
 class LocalNorms(UnitNorms):
-    """Norms of whole gradients."""
+    """Norms of complete gradients."""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
         super().__init__(model, units)
@@ -55,6 +55,6 @@ class LocalNorms(UnitNorms):
             total = float(np.sqrt(square.sum()))
         seen = np.zeros(len(self.parameters), dtype=bool)
         seen[indices] = True
-        # An expert that no token was sent to has a gradient of zeros, which is no reading.
+        # An expert that received no token has a gradient of zeros, which does not count as a reading.
         seen &= (self.parts < 0) | (by_parameter != 0)
         return Norms(units, np.logical_or.reduceat(seen[: self.in_units], self.segments), total)
