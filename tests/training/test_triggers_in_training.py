@@ -124,7 +124,7 @@ def test_gsnr_without_its_file_starts_from_scratch_with_a_warning(trainer_for, t
     trainer_for(random_llama(), GNMRCallback(backend="activation", trigger="gsnr"), max_steps=3, **common).train()
     (tmp_path / "run" / "checkpoint-3" / "gnmr_trigger.safetensors").unlink()
     resumed = trainer_for(random_llama(), GNMRCallback(backend="activation", trigger="gsnr"), **common)
-    with pytest.warns(UserWarning, match="running means of trigger 'gsnr' start (anew|from scratch)"):
+    with pytest.warns(UserWarning, match="running means of trigger 'gsnr' start from scratch"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
 
 
