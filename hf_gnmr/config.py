@@ -217,6 +217,25 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
+@dataclass(frozen=True)
+class DeclaredOptions:
+    """Options that a backend or a trigger declares for itself: each field has a default and a docstring, values are checked
+    at construction.
+
+    Raises:
+        ConfigError: naming field, value and what was expected.
+    """
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as plain JSON values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Field names and their defaults."""
+        return {field.name: field.default for field in dataclasses.fields(cls)}
+
+
 SIZES = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 

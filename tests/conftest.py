@@ -175,40 +175,30 @@ def write_rows(file):
     return str(file)
 
 
-@pytest.fixture
-def recipe_file(tmp_path, tiny_lm, rows_file):
-    """A small recipe: six steps, all linears."""
+def write_recipe(file, model, rows, *, lora_alpha=8, alpha=0.9, **training):
+    """A small recipe: six steps of LoRA on all linears."""
     import yaml
 
-    file = tmp_path / "small.yaml"
-    file.write_text(
-        yaml.safe_dump(
-            {
-                "model": {"name": tiny_lm},
-                "lora": {"r": 4, "lora_alpha": 8},
-                "data": {
-                    "name": rows_file,
-                    "prompt": "Question: {question}\nAnswer:",
-                    "answer": " {answer}",
-                    "max_length": 96,
-                },
-                "training": {
-                    "output_dir": str(tmp_path / "run"),
-                    "max_steps": 6,
-                    "per_device_train_batch_size": 4,
-                    "learning_rate": 1e-3,
-                    "logging_steps": 1,
-                    "save_strategy": "no",
-                    "report_to": "none",
-                    "seed": 0,
-                    "use_cpu": True,
-                    "disable_tqdm": True,
-                },
-                "gnmr": {"max_o": 1, "alpha": 0.9, "alpha_init_fraction": 0.0},
-            }
-        )
-    )
+    prompt, answer = "Question: {question}\nAnswer:", " {answer}"
+    recipe = {
+        "model": {"name": model},
+        "lora": {"r": 4, "lora_alpha": lora_alpha},
+        "data": {"name": rows, "prompt": prompt, "answer": answer, "max_length": 96},
+        "training": {
+            "max_steps": 6, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "save_strategy": "no",
+            "report_to": "none", "use_cpu": True, "disable_tqdm": True, **training,
+        },
+        "gnmr": {"max_o": 1, "alpha": alpha, "alpha_init_fraction": 0.0},
+    }  # fmt: skip
+    file.write_text(yaml.safe_dump(recipe))
     return str(file)
+
+
+@pytest.fixture
+def recipe_file(tmp_path, tiny_lm, rows_file):
+    """A small recipe, its output in the test's folder."""
+    more = {"output_dir": str(tmp_path / "run"), "logging_steps": 1, "seed": 0}
+    return write_recipe(tmp_path / "small.yaml", tiny_lm, rows_file, **more)
 
 
 LONG = 1800

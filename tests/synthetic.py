@@ -99,3 +99,12 @@ def write_trace(
             writer.write(record)
     writer.close()
     return path
+
+
+def lifted_by(trigger, steps):
+    """The active sets of so many steps."""
+    active = []
+    for _ in range(steps):
+        active.append(np.flatnonzero(trigger.active).tolist())
+        trigger.step(np.ones(trigger.num_units))
+    return active

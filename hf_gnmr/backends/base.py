@@ -7,7 +7,6 @@ its `Options`; a new backend is one file and one line in `BACKENDS`.
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ..config import ConfigError, nearest, one_of
+from ..config import ConfigError, DeclaredOptions, nearest, one_of
 from ..control.monitor import Bools
 from .units import Unit
 
@@ -27,16 +26,8 @@ EVAL_PATHS = ("low", "recovery", "active")
 
 
 @dataclass(frozen=True)
-class BackendOptions:
-    """A backend's options: each field has its default and a docstring; values are checked at construction.
-
-    Raises:
-        ConfigError: naming field, value and what was expected.
-    """
-
-    def to_dict(self) -> dict[str, Any]:
-        """The options as plain JSON values."""
-        return dataclasses.asdict(self)
+class BackendOptions(DeclaredOptions):
+    """A backend's own options."""
 
     @classmethod
     def choices(cls, name: str) -> dict[str, str]:
@@ -46,11 +37,6 @@ class BackendOptions:
     def store(self) -> str:
         """The option that says where recovery weights are kept, as messages name it; empty where nothing is kept."""
         return ""
-
-    @classmethod
-    def defaults(cls) -> dict[str, Any]:
-        """Field names and their defaults."""
-        return {field.name: field.default for field in dataclasses.fields(cls)}
 
 
 def check_unit(backend: str, unit: str | None, kinds: Sequence[str]) -> None:

@@ -12,7 +12,6 @@ costs O(units · δ).  Nothing in this package knows about models, formats, file
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..config import ConfigError, GNMRConfig, nearest
+from ..config import ConfigError, DeclaredOptions, GNMRConfig, nearest
 from .monitor import Bools, Floats, RiskMonitor, check_norms, decode_floats, encode_floats
 
 STATE_VERSION = 1
@@ -89,25 +88,12 @@ class Record(Protocol):
 
 
 @dataclass(frozen=True)
-class TriggerOptions:
-    """A trigger's own options: each field has its default and a docstring; values are checked at construction.
-
-    Raises:
-        ConfigError: naming field, value and what was expected.
-    """
-
-    def to_dict(self) -> dict[str, Any]:
-        """The options as plain JSON values."""
-        return dataclasses.asdict(self)
+class TriggerOptions(DeclaredOptions):
+    """A trigger's own options."""
 
     def resolved(self, record: Record, names: Sequence[str], recoverable: Bools) -> TriggerOptions:
         """The options with `trace` replaced by what the record resolves to; only for options that have a `trace`."""
         raise NotImplementedError
-
-    @classmethod
-    def defaults(cls) -> dict[str, Any]:
-        """Field names and their defaults."""
-        return {field.name: field.default for field in dataclasses.fields(cls)}
 
 
 class Trigger(ABC):

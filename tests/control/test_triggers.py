@@ -8,20 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from synthetic import lifted_by
 
 from hf_gnmr.config import ConfigError, GNMRConfig
 from hf_gnmr.control.triggers import check_trigger, make_trigger
 
 NAMES = ["layers.0.q_proj", "layers.0.down_proj", "layers.1.q_proj", "layers.1.down_proj"]
-
-
-def lifted_by(trigger, steps):
-    """The active sets of so many steps."""
-    active = []
-    for _ in range(steps):
-        active.append(np.flatnonzero(trigger.active).tolist())
-        trigger.step(np.ones(trigger.num_units))
-    return active
 
 
 @pytest.mark.parametrize(("name", "chosen"), [("gsnr", [1, 3]), ("jacobian", [0, 4])])

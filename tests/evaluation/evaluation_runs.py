@@ -10,7 +10,7 @@ import pathlib
 import shutil
 
 import pytest
-import yaml
+from conftest import write_recipe
 
 from hf_gnmr.cli import main as cli
 from hf_gnmr.train import main as train
@@ -34,33 +34,9 @@ RUNS = {
 def trained_runs(tmp_path_factory, tiny_lm, rows_file):
     """Folder of the runs in RUNS: gnmr, BF16, and one of each whose adapter does nothing; with their recipe small.yaml."""
     folder = tmp_path_factory.mktemp("runs")
-    recipe = folder / "small.yaml"
-    recipe.write_text(
-        yaml.safe_dump(
-            {
-                "model": {"name": tiny_lm},
-                "lora": {"r": 4, "lora_alpha": 64},
-                "data": {
-                    "name": rows_file,
-                    "prompt": "Question: {question}\nAnswer:",
-                    "answer": " {answer}",
-                    "max_length": 96,
-                },
-                "training": {
-                    "max_steps": 6,
-                    "per_device_train_batch_size": 4,
-                    "learning_rate": 1e-2,
-                    "save_strategy": "no",
-                    "report_to": "none",
-                    "use_cpu": True,
-                    "disable_tqdm": True,
-                },
-                "gnmr": {"max_o": 1, "alpha": 0.5, "alpha_init_fraction": 0.0},
-            }
-        )
-    )
+    recipe = write_recipe(folder / "small.yaml", tiny_lm, rows_file, lora_alpha=64, alpha=0.5, learning_rate=1e-2)
     for name, overrides in RUNS.items():
-        assert train([str(recipe), f"training.output_dir={folder / name}", *overrides]) == 0
+        assert train([recipe, f"training.output_dir={folder / name}", *overrides]) == 0
     return folder
 
 

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from synthetic import stationary, write_trace
+from synthetic import lifted_by, stationary, write_trace
 
 from hf_gnmr.config import ConfigError, GNMRConfig
 from hf_gnmr.control.triggers import check_trigger, make_trigger
@@ -20,15 +20,6 @@ def from_trace(name, units, config, trace, names=(), recoverable=None, total_ste
     mask = np.ones(units, dtype=bool) if recoverable is None else np.array(recoverable)
     options = resolve_trigger_options(check_trigger(name, {"trace": trace}), names, mask)
     return make_trigger(name, units, config, options=options, names=names, recoverable=mask, total_steps=total_steps)
-
-
-def lifted_by(trigger, steps):
-    """The active sets of so many steps."""
-    active = []
-    for _ in range(steps):
-        active.append(np.flatnonzero(trigger.active).tolist())
-        trigger.step(np.ones(trigger.num_units))
-    return active
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from ..base import Backend, BackendOptions, BasePlan, Way, check_eval_path
 from ..units import Unit, base_model, canonical, in_adapter
 from .originals import Originals, find_originals
 from .stores import STORES
-from .stores.base import PlannedWeights, Store
+from .stores.base import PlannedWeights, Store, SwitchedBase
 from .switchable import PathSwitch, SwitchableLinear8bitLt, make_plain_8bit, make_switchable, restore_plain
 
 CAST_NOTES = logging.getLogger("bitsandbytes.autograd._functions")
@@ -154,7 +154,7 @@ class Int8Backend(Backend):
             return find_originals(base, by_name, options.recovery_source, cast=cast)
 
         on_accelerator = any(is_accelerator(m.state.CB.device) for m in by_name.values())
-        self.store: Store = kind.open(self.modules, find, options, on_accelerator)
+        self.store: Store = kind.open(SwitchedBase(self.modules, find, options, on_accelerator))
         CAST_NOTES.addFilter(quiet)
         self.paths = [PathSwitch() for _ in units]
         for path, modules in zip(self.paths, self.modules, strict=True):

@@ -34,6 +34,20 @@ class StoreOptions(Protocol):
 
 
 @dataclass(frozen=True)
+class SwitchedBase:
+    """A model whose 8-bit modules are to be switched, as a store sees it."""
+
+    modules: Sequence[Sequence[Module]]
+    """The 8-bit modules of each unit."""
+    find: Callable[[bool], Originals]
+    """Finds and checks the original weights; True: cast those that are not BF16."""
+    options: StoreOptions
+    """The backend's."""
+    on_accelerator: bool
+    """Whether the 8-bit weights are on one."""
+
+
+@dataclass(frozen=True)
 class PlannedWeights:
     """What is known about a base in few bits before any weight is loaded; sizes in bytes."""
 
@@ -116,20 +130,8 @@ class StoreKind(ABC):
 
     @classmethod
     @abstractmethod
-    def open(
-        cls,
-        modules: Sequence[Sequence[Module]],
-        find: Callable[[bool], Originals],
-        options: StoreOptions,
-        on_accelerator: bool,
-    ) -> Store:
-        """The store over these modules.
-
-        Args:
-            modules: the 8-bit modules of each unit.
-            find: finds and checks the original weights; True: cast those that are not BF16.
-            options: the backend's options.
-            on_accelerator: whether the 8-bit weights are on one.
+    def open(cls, base: SwitchedBase) -> Store:
+        """The store of a model's recovery weights.
 
         Raises:
             SetupError: no originals, or options that this device does not support.

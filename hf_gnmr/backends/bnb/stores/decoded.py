@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ...base import Way
 from ..bf16_product import Product, RebuiltLinear
-from ..originals import Original, Originals
+from ..originals import Original
 from ..pages import give_back
-from .base import Module, PlannedWeights, Store, StoreKind, StoreOptions
+from .base import Module, PlannedWeights, Store, StoreKind, StoreOptions, SwitchedBase
 from .residual import CHUNK, Residual, Workspace, decode, encode
 
 EXCEPTIONS = 0.012
@@ -46,15 +46,9 @@ class Decoded(Store, StoreKind):
         self.resident_bytes += sum(workspace.nbytes for workspace in self._workspaces.values())
 
     @classmethod
-    def open(
-        cls,
-        modules: Sequence[Sequence[Module]],
-        find: Callable[[bool], Originals],
-        options: StoreOptions,
-        on_accelerator: bool,
-    ) -> Decoded:
-        originals = find(False)
-        store = cls(modules, originals.weights)
+    def open(cls, base: SwitchedBase) -> Decoded:
+        originals = base.find(False)
+        store = cls(base.modules, originals.weights)
         store.source = originals.source
         return store
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from torch import Tensor
 
 from ...base import Way
 from ..bf16_product import Product, RebuiltLinear, dequantize
-from ..originals import Originals
-from .base import Module, PlannedWeights, Store, StoreKind, StoreOptions
+from .base import Module, PlannedWeights, Store, StoreKind, StoreOptions, SwitchedBase
 
 
 class Dequantised(Store, StoreKind):
@@ -20,14 +17,8 @@ class Dequantised(Store, StoreKind):
     source = "dequantised 8-bit weights; no originals"
 
     @classmethod
-    def open(
-        cls,
-        modules: Sequence[Sequence[Module]],
-        find: Callable[[bool], Originals],
-        options: StoreOptions,
-        on_accelerator: bool,
-    ) -> Dequantised:
-        return cls(modules)
+    def open(cls, base: SwitchedBase) -> Dequantised:
+        return cls(base.modules)
 
     @classmethod
     def ways(cls, planned: PlannedWeights) -> list[Way]:

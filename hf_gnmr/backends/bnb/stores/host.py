@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from ....config import SetupError
 from ...base import Way
-from ..originals import Originals
-from .base import Module, PlannedWeights, Store, StoreKind, StoreOptions
+from .base import PlannedWeights, Store, StoreKind, StoreOptions, SwitchedBase
 from .in_place import InPlace
 from .slots import Slots
 
@@ -18,21 +15,15 @@ class Host(StoreKind):
     summary = "originals off the device; used in place on a CPU"
 
     @classmethod
-    def open(
-        cls,
-        modules: Sequence[Sequence[Module]],
-        find: Callable[[bool], Originals],
-        options: StoreOptions,
-        on_accelerator: bool,
-    ) -> Store:
-        if options.pin_memory and not on_accelerator:
+    def open(cls, base: SwitchedBase) -> Store:
+        if base.options.pin_memory and not base.on_accelerator:
             raise SetupError("pin_memory=True is for copies to an accelerator; this model's 8-bit weights are on the CPU")
-        originals = find(not on_accelerator)
+        originals = base.find(not base.on_accelerator)
         store: Store
-        if on_accelerator:
-            store = Slots(modules, originals.weights, originals.watch, pin=options.pin_memory)
+        if base.on_accelerator:
+            store = Slots(base.modules, originals.weights, originals.watch, pin=base.options.pin_memory)
         else:
-            store = InPlace(modules, originals.weights, originals.watch)
+            store = InPlace(base.modules, originals.weights, originals.watch)
         store.source = originals.source
         return store
 
