@@ -265,7 +265,7 @@ def test_a_grid_and_its_workers_may_be_killed(tmp_path):
     def start():
         begun = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         trace = out / name / "trace.jsonl"
-        for _ in range(1200):
+        for _ in range(6000):  # five minutes: a busy machine without fast BF16 products takes a while to start
             if trace.exists() and trace.stat().st_mtime > started and len(trace.read_text().splitlines()) > 3:
                 break
             time.sleep(0.05)
