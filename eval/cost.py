@@ -160,7 +160,7 @@ def measure_norms(options: argparse.Namespace) -> dict[str, Any]:
     times: dict[str, list[float]] = {"ours": [], "floor": []}
 
     def per_unit() -> None:
-        reader._after_reduction()
+        reader.after_reduction()
         read(reader)
 
     def total() -> None:

@@ -71,7 +71,9 @@ def memory_of(way: str, options: argparse.Namespace) -> dict[str, Any]:
         "store_tensors": store_tensors(bench.backend),
         "bound": 0 if bench.backend is None else bench.backend.recovery_bytes_bound(max_o),
         "resident": 0 if bench.backend is None else bench.backend.resident_bytes,
-        "told": 0 if bench.backend is None else bench.backend.resident_bytes + bench.backend.census().get("slot_bytes", 0),
+        "reported": 0
+        if bench.backend is None
+        else bench.backend.resident_bytes + bench.backend.census().get("slot_bytes", 0),
         "max_o": max_o,
     }
 

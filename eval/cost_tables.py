@@ -66,7 +66,7 @@ def memory_table(ways: dict[str, Any]) -> list[str]:
         lines.append(
             f"| {way} | {figures['memory'] / 1e6:.1f} | {over} | {(figures['bound'] + figures['resident']) / 1e6:.1f} | "
             f"{figures['file_pages'] / 1e6:.1f} | {figures['model_tensors'] / 1e6:.1f} | {figures['store_tensors']:,} | "
-            f"{figures['told']:,} |"
+            f"{figures['reported']:,} |"
         )
     return lines
 

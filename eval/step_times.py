@@ -21,16 +21,12 @@ from hf_gnmr.run.sections import Recipe
 from hf_gnmr.training.options import Options, take_over
 from hf_gnmr.training.session import GNMRSession
 
-SIDES: dict[str, dict[str, Any]] = {
-    "gnmr": {},
-    "none": {},
-    "all": {},
-    "gsnr": {},
-    "jacobian": {},
-    "static": {"warmup": 1},
-    "random": {"promotion_ratio": 0.03},
-}
-"""Triggers that are timed, with their options. `listed` is left out: it costs what `random` costs."""
+LEFT_OUT = ("listed",)
+"""Triggers that are not timed: `listed` costs what `random` costs."""
+OPTIONS: dict[str, dict[str, Any]] = {"static": {"warmup": 1}, "random": {"promotion_ratio": 0.03}}
+"""Of those that need some, or whose defaults are for longer runs."""
+SIDES: dict[str, dict[str, Any]] = {name: OPTIONS.get(name, {}) for name in TRIGGERS if name not in LEFT_OUT}
+"""Triggers that are timed, with their options."""
 PLAIN, FIXED = "plain", "fixed"
 """The two sides without a trigger."""
 STEPS = 4

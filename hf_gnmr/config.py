@@ -16,11 +16,14 @@ import math
 import re
 import textwrap
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class ConfigError(ValueError):
@@ -226,14 +229,39 @@ class DeclaredOptions:
         ConfigError: naming field, value and what was expected.
     """
 
+    @classmethod
+    def of(cls, values: Mapping[str, Any], owner: str) -> Self:
+        """The options with these values; `owner` is named where one is unknown, as "backend='int8'".
+
+        Raises:
+            ConfigError: an unknown option, with the nearest known one; or a wrong value.
+        """
+        for name in values:
+            if name not in cls.defaults():
+                hint = nearest(name, cls.defaults()) if cls.defaults() else "it has none"
+                raise ConfigError(f"{owner} has no option {name!r}: {hint}")
+        return cls(**values)
+
     def to_dict(self) -> dict[str, Any]:
         """The options as plain JSON values."""
         return dataclasses.asdict(self)
+
+    def changed(self) -> dict[str, Any]:
+        """Those that differ from their defaults, as plain JSON values."""
+        return {name: value for name, value in self.to_dict().items() if value != self.defaults()[name]}
+
+    def paths(self) -> dict[str, str]:
+        """Options that name something on disk which the run reads, by field."""
+        return {}
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
         """Field names and their defaults."""
         return {field.name: field.default for field in dataclasses.fields(cls)}
+
+    def _convert(self, name: str, value: Any) -> None:
+        """Set a field to its checked value, in `__post_init__`."""
+        object.__setattr__(self, name, value)
 
 
 SIZES = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}

@@ -50,6 +50,11 @@ SMALL = [
 """The recipe activation_small and what makes it train for a second: a run that trains all weights."""
 
 
+def bf16_in_hardware():
+    """Whether this CPU multiplies BF16 matrices itself; elsewhere products are emulated and round at other places."""
+    return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
+
+
 def tiny_config(**changes):
     return LlamaConfig(
         **{

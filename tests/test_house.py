@@ -7,7 +7,12 @@ import pathlib
 
 import pytest
 
-PACKAGE = pathlib.Path(__file__).parents[1] / "hf_gnmr"
+from hf_gnmr.backends import BACKENDS
+from hf_gnmr.backends.bnb.stores import STORES
+from hf_gnmr.control.triggers import TRIGGERS
+
+REPOSITORY = pathlib.Path(__file__).parents[1]
+PACKAGE = REPOSITORY / "hf_gnmr"
 ORDER = (
     ("config", "files"),
     ("control",),
@@ -140,3 +145,46 @@ def test_nobody_reaches_into_anothers_privates():
             if isinstance(node, ast.ImportFrom) and node.level:
                 names = [alias.name for alias in node.names if alias.name.startswith("_") and alias.name != "__version__"]
                 assert not names, f"{FILES[module]}:{node.lineno} imports {', '.join(names)}"
+
+
+@pytest.mark.parametrize("folder", ["eval", "examples"])
+def test_benches_and_examples_use_public_names_only(folder):
+    private = set().union(*map(private_names, TREES.values()))
+    for file in sorted((REPOSITORY / folder).rglob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        own = private_names(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in private - own:
+                raise AssertionError(f"{file}:{node.lineno} reads .{node.attr}, which is the package's own")
+
+
+@pytest.mark.parametrize("module", list(FILES))
+def test_the_package_imports_itself_relatively(module):
+    for node in ast.walk(TREES[module]):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+        absolute = [name for name in names if name.split(".")[0] == PACKAGE.name]
+        assert not absolute, f"{FILES[module]}:{node.lineno} imports {', '.join(absolute)}: such imports escape these tests"
+
+
+BY_NAME = ("__init__", "cli", "evaluation.tokens")
+"""Modules that import by a name in a string: the package's lazy names, the commands, the tasks in eval/."""
+
+
+@pytest.mark.parametrize("module", [m for m in FILES if m not in BY_NAME])
+def test_imports_by_a_string_are_few(module):
+    called = [n.func for n in ast.walk(TREES[module]) if isinstance(n, ast.Call)]
+    names = {f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "") for f in called}
+    assert not names & {"import_module", "__import__", "spec_from_file_location"}, FILES[module]
+
+
+NAMES = {*BACKENDS, *STORES, *TRIGGERS}
+CORE = ("training", "run", "trace", "train", "cli")
+
+
+@pytest.mark.parametrize("module", [m for m in FILES if m.split(".")[0] in CORE])
+def test_core_files_do_not_branch_on_the_names_of_backends_stores_and_triggers(module):
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.Compare):
+            texts = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+            assert not texts & NAMES, f"{FILES[module]}:{node.lineno} compares with {', '.join(sorted(texts & NAMES))}"

@@ -44,7 +44,7 @@ def backend_options(backend: str, values: Mapping[str, Any]) -> BackendOptions:
             raise ConfigError(
                 f"{name}={value!r} belongs to backend={' or '.join(map(repr, owners))}; this is backend={backend!r}"
             )
-    return BACKENDS[backend].make_options({name: value for name, value in values.items() if name in own})
+    return BACKENDS[backend].Options.of({n: value for n, value in values.items() if n in own}, f"backend={backend!r}")
 
 
 __all__ = [

@@ -11,7 +11,7 @@ projections that read the same input share one cast copy, where plain linears ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from ..config import ConfigError, SetupError
 from ..control.monitor import Bools
-from .base import Backend, BackendOptions, check_unit
+from .base import BY_TOKENS, Backend, BackendOptions, check_unit
 from .formats import FLOATS, Format, Packed, format_of, pack, packed_bytes, unpack
 from .linears import Latest, Switched, as_autocast, lend, make_plain, refuse_8bit, refuse_unswitchable
 from .units import Unit, lora_part, projections_of, unwrap
@@ -195,8 +195,12 @@ class ActivationBackend(Backend):
     unit_kinds = UNIT_KINDS
 
     @classmethod
+    def why_no_budget(cls, options: BackendOptions) -> str | None:
+        return BY_TOKENS
+
+    @classmethod
     def plan_saved(
-        cls, model: Any, units: Sequence[Unit], options: BackendOptions, forward: Any, half: bool
+        cls, model: Any, units: Sequence[Unit], options: BackendOptions, forward: Callable[[Any], None], half: bool
     ) -> dict[str, int]:
         if half:  # autocast's products, and so the inputs they keep, are in 16 bits
             model = model.to(torch.bfloat16)

@@ -8,16 +8,16 @@ its `Options`; a new backend is one file and one line in `BACKENDS`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ..config import ConfigError, DeclaredOptions, nearest, one_of
+from ..config import ConfigError, DeclaredOptions, one_of
 from ..control.monitor import Bools
 from .units import Unit
 
@@ -33,6 +33,10 @@ class BackendOptions(DeclaredOptions):
     def choices(cls, name: str) -> dict[str, str]:
         """What each value of the option `name` means, where its values are the keys of a registry; else empty."""
         return {}
+
+    def store_for_all(self) -> str:
+        """The value of that option with which all units can be lifted at once; empty where there is none."""
+        return ""
 
     def store(self) -> str:
         """The option that says where recovery weights are kept, as messages name it; empty where nothing is kept."""
@@ -65,6 +69,14 @@ class Way:
     """Anonymous memory of the host."""
     moved: int = 0
     """From host to device in a step, at worst."""
+    note: str = ""
+    """What else there is to say about it."""
+
+
+Seats: TypeAlias = Callable[[Sequence[int], bool, list[bool]], tuple[int, int]]
+"""(bytes that 0, 1, … lifted units add; whether all can be lifted at once; recoverable units) -> (maxO, units lifted)."""
+BY_TOKENS = "what a lifted unit adds depends on the tokens of a batch; give max_o"
+"""Why a budget of bytes cannot bound what is counted per token."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +140,12 @@ class Backend(ABC):
             ConfigError: unknown options, or wrong values.
             SetupError: a model that cannot be switched.
         """
-        self.options = self.make_options(settings) if options is None else options
+        if options is not None and (settings or not isinstance(options, self.Options)):
+            raise ConfigError(
+                f"backend={self.name!r}: expected a {self.Options.__name__} or its fields as keywords, got "
+                f"{type(options).__name__}{' and ' if settings else ''}{', '.join(settings)}"
+            )
+        self.options = self.Options.of(settings, f"backend={self.name!r}") if options is None else options
         self.take(model, units)
 
     @abstractmethod
@@ -138,20 +155,6 @@ class Backend(ABC):
     # -- before there is a model ---------------------------------------------------------------------------------------
 
     @classmethod
-    def make_options(cls, values: Mapping[str, Any]) -> BackendOptions:
-        """The backend's options, checked.
-
-        Raises:
-            ConfigError: an unknown option, or a wrong value.
-        """
-        for option in values:
-            if option not in cls.Options.defaults():
-                raise ConfigError(
-                    f"backend={cls.name!r} has no option {option!r}: {nearest(option, cls.Options.defaults())}"
-                )
-        return cls.Options(**values)
-
-    @classmethod
     def unit_kind(cls, options: BackendOptions) -> str:
         """The kind of unit that is switched, the default resolved."""
         return getattr(options, "unit", None) or cls.unit_kinds[0]
@@ -159,7 +162,7 @@ class Backend(ABC):
     @classmethod
     def why_no_budget(cls, options: BackendOptions) -> str | None:
         """Why `max_recovery_memory` cannot bound what lifted units add; None: it can."""
-        return "what a lifted unit adds depends on the tokens of a batch; give max_o"
+        return None
 
     @classmethod
     def check_device(cls, options: BackendOptions, device: torch.device) -> None:
@@ -180,7 +183,7 @@ class Backend(ABC):
 
     @classmethod
     def plan_base(
-        cls, model: Any, units: Sequence[Unit], options: BackendOptions, *, cast: bool, on_cpu: bool, seats: Any
+        cls, model: Any, units: Sequence[Unit], options: BackendOptions, *, cast: bool, on_cpu: bool, seats: Seats
     ) -> BasePlan:
         """The ways to hold a base that is stored in few bits; only where `quantised_base`.
 
@@ -196,7 +199,7 @@ class Backend(ABC):
 
     @classmethod
     def plan_saved(
-        cls, model: Any, units: Sequence[Unit], options: BackendOptions, forward: Any, half: bool
+        cls, model: Any, units: Sequence[Unit], options: BackendOptions, forward: Callable[[Any], None], half: bool
     ) -> dict[str, int]:
         """Bytes kept for a micro-batch's backward, by path; raises what the run itself would raise.
 

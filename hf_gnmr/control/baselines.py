@@ -63,11 +63,17 @@ class RandomOptions(TriggerOptions):
 
     def __post_init__(self) -> None:
         if (self.promotion_ratio is None) == (self.trace is None):
-            raise ConfigError("trigger='random': expected promotion_ratio or trace, exactly one of them")
+            raise ConfigError(
+                f"promotion_ratio={self.promotion_ratio!r}, trace={self.trace!r} with trigger='random': expected "
+                "promotion_ratio or trace, exactly one of them"
+            )
         if self.promotion_ratio is not None:
-            share("promotion_ratio", self.promotion_ratio)
+            self._convert("promotion_ratio", share("promotion_ratio", self.promotion_ratio))
         for name, least, what in (("seed", 0, "a whole number"), ("hold", 1, "a whole number of steps")):
-            integer(name, getattr(self, name), least, what)
+            self._convert(name, integer(name, getattr(self, name), least, what))
+
+    def paths(self) -> dict[str, str]:
+        return {} if self.trace is None else {"trace": self.trace}
 
     def resolved(self, record: Record, names: Sequence[str], recoverable: Bools) -> RandomOptions:
         return dataclasses.replace(self, promotion_ratio=float(record.promotion_ratio()), trace=None)
@@ -125,7 +131,10 @@ class ListedOptions(TriggerOptions):
         if self.trace is None and not is_list:
             raise ConfigError(f"units={self.units!r}: expected a list of names or patterns of units")
         if self.promotion_ratio is not None:
-            share("promotion_ratio", self.promotion_ratio)
+            self._convert("promotion_ratio", share("promotion_ratio", self.promotion_ratio))
+
+    def paths(self) -> dict[str, str]:
+        return {} if self.trace is None else {"trace": self.trace}
 
     def resolved(self, record: Record, names: Sequence[str], recoverable: Bools) -> ListedOptions:
         units = record.most_lifted(names, recoverable)

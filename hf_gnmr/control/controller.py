@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..config import ConfigError, DeclaredOptions, GNMRConfig, nearest
+from ..config import ConfigError, DeclaredOptions, GNMRConfig
 from .monitor import Bools, Floats, RiskMonitor, check_norms, decode_floats, encode_floats
 
 STATE_VERSION = 1
@@ -115,6 +115,8 @@ class Trigger(ABC):
     signal: ClassVar[str | None] = None
     """What it needs measured besides the norms (`training.signals.SIGNALS`); None: nothing."""
     Options: ClassVar[type[TriggerOptions]] = TriggerOptions
+    takes_budget: ClassVar[bool] = False
+    """Whether `max_recovery_memory` may stand for its maxO."""
     warms_up: ClassVar[bool] = True
     """Whether a fidelity warm-up (every recoverable unit on the recovery path) overrides its choice."""
 
@@ -158,13 +160,8 @@ class Trigger(ABC):
         """
         if isinstance(options, cls.Options):
             return options
-        values = options.to_dict() if isinstance(options, TriggerOptions) else dict(options or {})
-        for name in values:
-            if name not in cls.Options.defaults():
-                known = list(cls.Options.defaults())
-                hint = nearest(name, known) if known else "it has none"
-                raise ConfigError(f"trigger={cls.name!r} has no option {name!r}: {hint}")
-        return cls.Options(**values)
+        values = options.changed() if isinstance(options, TriggerOptions) else options or {}
+        return cls.Options.of(values, f"trigger={cls.name!r}")
 
     def prepare(self) -> None:
         """Resolve the trigger's own options once the units are known.
@@ -261,6 +258,7 @@ class Trigger(ABC):
             "norm_count": self.monitor.norm_count.tolist(),
             "window": [encode_floats(row) for row in self.monitor.window],
             "gnmr_count": self.monitor.gnmr_count.tolist(),
+            "lock": [0] * self.num_units,  # of `gnmr` only; version 0.1.0 reads it from the state of every trigger
             "active": self.active.tolist(),
             "options": self.options_dict(),
             **self.more_state(),

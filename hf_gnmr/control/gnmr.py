@@ -53,6 +53,7 @@ class Controller(Trigger):
     """Monitor, schedules and recovery policy together. Arguments are those of `Trigger`."""
 
     name = "gnmr"
+    takes_budget = True
 
     def prepare(self) -> None:
         self.policy = RecoveryPolicy(self.recoverable, self.max_o, self.config.t_lock)

@@ -28,6 +28,7 @@ class StaticOptions(TriggerOptions):
             raise ConfigError(f"warmup={self.warmup!r}: expected {expected}")
         if isinstance(self.warmup, float) and warmup >= 1:
             raise ConfigError(f"warmup={self.warmup!r}: expected a share below 1, or a whole number of steps")
+        self._convert("warmup", int(warmup) if not isinstance(self.warmup, float) else warmup)
         if not 0 < number("share", self.share, "a number above 0, at most 1") <= 1:
             raise ConfigError(f"share={self.share!r}: expected a number above 0, at most 1")
 

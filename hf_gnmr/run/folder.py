@@ -148,8 +148,8 @@ class OutputFolder:
             ("data.name", recipe.data.name),
             ("model.tokenizer", recipe.model.tokenizer),
             ("lora.init_adapter", None if recipe.lora is None else recipe.lora.init_adapter),
-            ("trigger.trace", getattr(recipe.trigger.options, "trace", None)),
-            ("backend.recovery_source", getattr(recipe.backend.options, "recovery_source", None)),
+            *((f"trigger.{name}", path) for name, path in recipe.trigger.options.paths().items()),
+            *((f"backend.{name}", path) for name, path in recipe.backend.options.paths().items()),
         ):
             if value and Path(value).exists() and Path(value).resolve().is_relative_to(folder):
                 raise RecipeError(f"run.overwrite=true would move {key}={value!r} aside with the old run in {folder}")

@@ -10,7 +10,6 @@ import json
 import sys
 from typing import Any
 
-from ..backends.bnb.stores.decoded import EXCEPTIONS
 from ..config import ConfigError, SetupError, parse_bytes
 from .plan_figures import plan
 from .recipe import find_recipe, load_recipe
@@ -77,12 +76,10 @@ def in_words(figures: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        f"recovery: at most what {figures['most_lifted'] or figures['max_o']} lifted units add (host), or what is resident "
-        f"whichever units are active (device; about {100 * EXCEPTIONS:.1f}% exceptions, known only from the weights)",
+        f"recovery: at most what {figures['most_lifted'] or figures['max_o']} lifted units add",
         "moved per step: from host to device in the worst case, when all lifted units change; host: anonymous memory",
     ]
-    if figures["checkpoint_cast_to_bf16"]:
-        lines.append("the checkpoint is not BF16: on a CPU recovery=host holds one BF16 copy of it")
+    lines += [f"{way['name']}: {way['note']}" for way in figures["ways"].values() if way["note"]]
     if figures["optimizer_bytes"] is None:
         lines.append("the size of this optimizer's state is not known here and not included in the totals")
     return "\n".join(lines)

@@ -94,6 +94,7 @@ def _plan_bases(recipe: Recipe, config: Any, source: str, total_steps: int | Non
         "ways": {
             way.key: {
                 "name": way.name,
+                "note": way.note,
                 "weights": way.weights,
                 "recovery": way.recovery,
                 "host_bytes": way.host_bytes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..control.gnmr import Controller
 from .series import Series
 
 FEW = 30
@@ -23,4 +24,4 @@ class Finding:
 
 def by_thresholds(series: Series) -> bool:
     """Whether the run chose by R and locks, so that thresholds and locks are the settings to change."""
-    return bool(series.header["trigger"] == "gnmr")
+    return bool(series.header["trigger"] == Controller.name)

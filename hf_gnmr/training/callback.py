@@ -211,7 +211,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
         return {
             "args": {
                 "config": self.config.to_dict(),
-                **self.options.to_dict(),
+                **self.options.stored(),
                 "trace_path": path if isinstance(path, bool) or path is None else str(path),
             },
             "attributes": {
@@ -271,7 +271,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
             self.session.note_loss(loss)
 
 
-GNMRCallback.__signature__ = signature_with_settings(GNMRCallback.__init__)  # type: ignore[attr-defined]
+GNMRCallback.__init__.__signature__ = signature_with_settings(GNMRCallback.__init__)  # type: ignore[attr-defined]
 
 
 def _tensors_of(file: Path, run_id: str | None, step: int) -> dict[str, Tensor] | None:

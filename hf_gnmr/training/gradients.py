@@ -244,9 +244,10 @@ class GradientNorms:
         self._weights.append(grad.detach().float().sum())
 
     def _end_of_backward(self) -> None:
-        queue_callback(self._after_reduction)
+        queue_callback(self.after_reduction)
 
-    def _after_reduction(self) -> None:
+    def after_reduction(self) -> None:
+        """Measure the gradients as they are: once a backward is done, and (under DDP) reduced."""
         self._armed = False
         self._backwards += 1
         if not self._state.sync_gradients:

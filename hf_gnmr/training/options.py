@@ -79,13 +79,10 @@ class Options:
             return
         parse_bytes("max_recovery_memory", self.max_recovery_memory)
         why_not = backend.why_no_budget(self.of_backend)
-        if why_not is None and self.trigger != DEFAULT_TRIGGER:
-            why_not = f"trigger={self.trigger!r} does not limit the number of lifted units"
+        if why_not is None and not TRIGGERS[self.trigger].takes_budget:
+            why_not = f"trigger={self.trigger!r} takes no budget in bytes; give max_o"
         if why_not is not None:
-            raise ConfigError(
-                f"max_recovery_memory={self.max_recovery_memory!r} with backend={self.backend!r}: there is nothing to "
-                f"bound; {why_not}"
-            )
+            raise ConfigError(f"max_recovery_memory={self.max_recovery_memory!r} with backend={self.backend!r}: {why_not}")
 
     @property
     def unit_kind(self) -> str:
@@ -102,11 +99,18 @@ class Options:
         return {
             "backend": self.backend,
             "trigger": self.trigger,
-            "trigger_options": self.of_trigger.to_dict(),
+            "trigger_options": self.of_trigger.changed(),
             "layers": self.layers,
             "max_recovery_memory": self.max_recovery_memory,
             **self.of_backend.to_dict(),
         }
+
+    def stored(self) -> dict[str, Any]:
+        """The same for a checkpoint: with the options of other backends at their defaults, as version 0.1.0 reads them."""
+        foreign: dict[str, Any] = {}
+        for backend in BACKENDS.values():
+            foreign = {**backend.Options.defaults(), **foreign}
+        return {**foreign, **self.to_dict()}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Options) and self.to_dict() == other.to_dict()
@@ -119,7 +123,7 @@ class Options:
 
 def signature_with_settings(function: Callable[..., Any]) -> inspect.Signature:
     """A constructor's signature with `**settings` replaced by every single setting, for `help` and editors."""
-    own = list(inspect.signature(function).parameters.values())[1:-1]  # without self, and without **settings
+    own = list(inspect.signature(function).parameters.values())[:-1]  # without **settings
     listed = {parameter.name for parameter in own}
     settings = {field.name: field.default for field in fields(GNMRConfig)}
     for cls in BACKENDS.values():
@@ -236,6 +240,6 @@ def within_budget(config: GNMRConfig, options: Options, bounds: Sequence[int], *
     if config.fidelity_warmup and not holds_all and config.resolve_max_o(count) < count:
         raise ConfigError(
             f"{warm_up}, but {options.of_backend.store()} holds only {config.resolve_max_o(count)} of them on this device: "
-            "use recovery='device', which holds all of them, or no warm-up"
+            f"use {options.of_backend.store_for_all()}, which holds all of them, or no warm-up"
         )
     return config

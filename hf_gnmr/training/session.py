@@ -38,7 +38,7 @@ from .checks import one_process_of_several, refuse_unreduced_gradients, scaler_m
 from .distributed import is_distributed
 from .gradients import GradientNorms, Reading
 from .journal import TRACE_FILE, Journal, OddWindows, say, say_not_finite, say_out_of_reach, write_summary
-from .options import Options, make_config, split_settings, take_over, trigger_over
+from .options import Options, make_config, signature_with_settings, split_settings, take_over, trigger_over
 from .signals import SIGNALS
 
 
@@ -330,3 +330,6 @@ class GNMRSession:
         self.run_id = run_id or self.run_id
         self.steps_done = step
         self._resumed = True
+
+
+GNMRSession.__init__.__signature__ = signature_with_settings(GNMRSession.__init__)  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import byte_tokenizer, load_bf16
+from conftest import bf16_in_hardware, byte_tokenizer, load_bf16
 
 pytest.importorskip("lm_eval")
 
@@ -64,7 +64,9 @@ def test_recovery_with_a_trained_adapter_is_the_bf16_model_up_to_peft_s_rounding
     assert "bfloat16" in scored["bf16"]["model"] and "BF16 path" in scored["recovery"]["model"]
     off = {name: np.abs(losses[name] / losses["bf16"] - 1).max() for name in ("recovery", "low")}
     assert off["recovery"] < 5e-3, off
-    assert off["low"] > 1.2 * off["recovery"], "INT8 is farther away; by how much depends on how the CPU rounds BF16"
+    # Where BF16 products are emulated, PEFT's rounding is nearly as large as INT8's on a model this small.
+    margin = 2 if bf16_in_hardware() else 1.2
+    assert off["low"] > margin * off["recovery"], "INT8 is farther away"
 
 
 @pytest.mark.parametrize("kind", ["ia3", "lokr"])

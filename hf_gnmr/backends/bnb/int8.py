@@ -21,7 +21,7 @@ from torch import nn
 
 from ...config import ConfigError, SetupError, one_of
 from ...control.monitor import Bools
-from ..base import Backend, BackendOptions, BasePlan, Way, check_eval_path
+from ..base import Backend, BackendOptions, BasePlan, Seats, Way, check_eval_path
 from ..units import Unit, base_model, canonical, in_adapter
 from .originals import Originals, find_originals
 from .stores import STORES
@@ -36,7 +36,7 @@ class Int8Options(BackendOptions):
     """Where the recovery path's weights are kept, and which path evaluation runs."""
 
     recovery: str = "host"
-    """The store of recovery weights, one of `stores.STORES`."""
+    """The store of recovery weights."""
     recovery_source: str | os.PathLike[str] | None = None
     """Folder or Hub id of the original weights; None: the one the model was loaded from."""
     pin_memory: bool = False
@@ -49,7 +49,7 @@ class Int8Options(BackendOptions):
         check_eval_path(self.eval_path)
         if self.recovery_source is not None and not isinstance(self.recovery_source, (str, os.PathLike)):
             raise ConfigError(f"recovery_source={self.recovery_source!r}: expected a folder, a Hub id or None")
-        if not isinstance(self.pin_memory, bool) or (self.pin_memory and self.recovery != "host"):
+        if not isinstance(self.pin_memory, bool) or (self.pin_memory and not STORES[self.recovery].pins):
             raise ConfigError(f"pin_memory={self.pin_memory!r}: expected true or false, and true with recovery='host' only")
         if self.recovery_source is not None and not STORES[self.recovery].originals_used:
             raise ConfigError(
@@ -59,6 +59,12 @@ class Int8Options(BackendOptions):
     @classmethod
     def choices(cls, name: str) -> dict[str, str]:
         return {key: kind.summary for key, kind in STORES.items()} if name == "recovery" else {}
+
+    def paths(self) -> dict[str, str]:
+        return {} if self.recovery_source is None else {"recovery_source": os.fspath(self.recovery_source)}
+
+    def store_for_all(self) -> str:
+        return next(f"recovery={name!r}" for name, kind in STORES.items() if kind.originals_used and kind.holds_all_anywhere)
 
     def store(self) -> str:
         return f"recovery={self.recovery!r}"
@@ -108,7 +114,7 @@ class Int8Backend(Backend):
 
     @classmethod
     def plan_base(
-        cls, model: Any, units: Sequence[Unit], options: BackendOptions, *, cast: bool, on_cpu: bool, seats: Any
+        cls, model: Any, units: Sequence[Unit], options: BackendOptions, *, cast: bool, on_cpu: bool, seats: Seats
     ) -> BasePlan:
         assert isinstance(options, Int8Options)
         switched = [m for m in model.modules() if isinstance(m, bnb.nn.Linear8bitLt)]
@@ -128,7 +134,7 @@ class Int8Backend(Backend):
         # If the trigger lifts nothing: what the other ways would take with maxO units.
         planned = PlannedWeights(weights, recoverable, largest, lifted or max_o, cast)
         ways = [Way("int8", "INT8", weights), *(way for kind in STORES.values() for way in kind.ways(planned))]
-        return BasePlan(ways, store.way(options, on_cpu) if lifted else "int8", recoverable, max_o, lifted)
+        return BasePlan(ways, store.way(options, on_cpu) if lifted or not max_o else "int8", recoverable, max_o, lifted)
 
     def take(self, model: nn.Module, units: Sequence[Unit]) -> None:
         options, kind = self.options, STORES[self.options.recovery]

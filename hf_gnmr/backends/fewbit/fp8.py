@@ -7,7 +7,7 @@ without the gain.  Emulation has to be requested, and is reported.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -57,7 +57,7 @@ class Fp8Backend(LowPrecision):
 
     @classmethod
     def plan_saved(
-        cls, model: Any, units: Sequence[Unit], options: BackendOptions, forward: Any, half: bool
+        cls, model: Any, units: Sequence[Unit], options: BackendOptions, forward: Callable[[Any], None], half: bool
     ) -> dict[str, int]:
         assert isinstance(options, Fp8Options)
         if options.emulate is False:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from ...config import SetupError
 from ...control.monitor import Bools
-from ..base import Backend, BackendOptions, Counts, check_eval_path, check_unit
+from ..base import BY_TOKENS, Backend, BackendOptions, Counts, check_eval_path, check_unit
 from ..linears import Latest, Switched, lend, make_plain, plain_class, refuse_8bit, refuse_unswitchable
 from ..units import PEFT_INFIX, Unit, fused_experts_of, linears_of
 from .experts import refuse_unhandled, switched_class
@@ -141,8 +141,12 @@ class LowPrecision(Backend):
         self._latest.forget()
 
     @classmethod
+    def why_no_budget(cls, options: BackendOptions) -> str | None:
+        return BY_TOKENS
+
+    @classmethod
     def plan_saved(
-        cls, model: Any, units: Sequence[Unit], options: BackendOptions, forward: Any, half: bool
+        cls, model: Any, units: Sequence[Unit], options: BackendOptions, forward: Callable[[Any], None], half: bool
     ) -> dict[str, int]:
         cls(model, units, options).remove()  # only for its checks: products need nothing that is not there anyway
         return {}

@@ -83,7 +83,7 @@ class Store(ABC):
     """Bytes that it holds in the host's anonymous memory, where the host is not the device."""
     holds_all: bool = True
     """Whether all units can be active at once, whatever maxO is."""
-    source: str
+    source: str = "not known"
     """Where the originals came from, for the census."""
 
     def __init__(self, modules: Sequence[Sequence[Module]]) -> None:
@@ -127,6 +127,10 @@ class StoreKind(ABC):
     """What it keeps, for the table of options."""
     originals_used: ClassVar[bool] = True
     """Whether a lifted unit runs the original weights."""
+    pins: ClassVar[bool] = False
+    """Whether it can hold the originals in pinned host memory."""
+    holds_all_anywhere: ClassVar[bool] = True
+    """Whether all units can be lifted at once, on every device."""
 
     @classmethod
     @abstractmethod

@@ -56,7 +56,10 @@ class Decoded(Store, StoreKind):
     def ways(cls, planned: PlannedWeights) -> list[Way]:
         switched = sum(planned.units) // 2
         residual = switched + 6 * math.ceil(EXCEPTIONS * switched) + 2 * planned.largest + 4 * min(planned.largest, CHUNK)
-        return [Way("device", "INT8, recovery=device", planned.weights, recovery=residual)]
+        resident = (
+            f"resident whichever units are active; about {100 * EXCEPTIONS:.1f}% exceptions, known only from the weights"
+        )
+        return [Way("device", "INT8, recovery=device", planned.weights, recovery=residual, note=resident)]
 
     @classmethod
     def way(cls, options: StoreOptions, on_cpu: bool) -> str:

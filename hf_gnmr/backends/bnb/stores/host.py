@@ -30,10 +30,13 @@ class Host(StoreKind):
     @classmethod
     def ways(cls, planned: PlannedWeights) -> list[Way]:
         slots, everything = planned.slots, sum(planned.units)
+        copy = "the checkpoint is not BF16: one BF16 copy of it is held" if planned.cast else ""
         return [
             Way("host_gpu", "INT8, recovery=host on a GPU", planned.weights, slots, moved=slots),
             Way("host_gpu_pinned", "INT8, recovery=host on a GPU, pinned", planned.weights, slots, everything, slots),
-            Way("host_cpu", "INT8, recovery=host on a CPU", planned.weights, everything if planned.cast else slots),
+            Way(
+                "host_cpu", "INT8, recovery=host on a CPU", planned.weights, everything if planned.cast else slots, note=copy
+            ),
         ]
 
     @classmethod
