@@ -125,7 +125,8 @@ class ListedOptions(TriggerOptions):
     def __post_init__(self) -> None:
         if (self.units is None) == (self.trace is None) or (self.trace is not None and self.promotion_ratio is not None):
             raise ConfigError(
-                "trigger='listed': expected units (with promotion_ratio, unless all are always lifted), or trace"
+                f"units={self.units!r}, trace={self.trace!r} with trigger='listed': expected units (with promotion_ratio, "
+                "unless all are always lifted), or trace"
             )
         is_list = isinstance(self.units, (list, tuple)) and self.units and all(isinstance(u, str) for u in self.units)
         if self.trace is None and not is_list:

@@ -99,7 +99,11 @@ def peak_or_zero(values: Floats, counted: Bools) -> int:
 
 
 def spike_scores(values: Floats, counted: Bools) -> list[float]:
-    """Each finite value of the lines that count, over the mean of them all; empty where that mean is 0."""
+    """Each finite value of the lines that count, over the mean of them all; empty where that mean is 0.
+
+    Of gradient norms these are the global spike scores (GSS) of Huang et al. (arXiv 2501.06842): a diagnostic of a finished
+    run and no trigger, since they look ahead and do not distinguish units.
+    """
     finite = [value for value in values[counted].tolist() if math.isfinite(value)]
     average = sum(finite) / len(finite) if finite else 0.0
     return [value / average for value in finite] if average else []

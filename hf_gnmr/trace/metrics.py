@@ -139,16 +139,6 @@ def step_scalars(decision: Decision, active: Bools, recoverable: int) -> dict[st
     }
 
 
-def global_spike_scores(trace: Trace | Series) -> list[float]:
-    """GSS of each step: the total gradient norm over its mean over the whole run (Huang et al., arXiv 2501.06842).
-
-    A diagnostic of a finished run, not a trigger: it looks ahead, and does not distinguish units. Steps whose norm is not
-    finite are left out.
-    """
-    series = series_of(trace) if isinstance(trace, Trace) else trace
-    return fields.spike_scores(series.grad_norm, series.counted)
-
-
 def by_unit(series: Series) -> list[dict[str, Any]]:
     """One row per unit: what triggered it and how often, and how long it was on the recovery path.
 
