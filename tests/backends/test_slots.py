@@ -170,7 +170,10 @@ def test_slots_on_two_devices_are_counted_on_both(slotted, tiny):
 
 def test_a_warm_up_that_the_slots_cannot_hold_is_refused(slotted, tiny):
     model = with_lora(load_int8(tiny))
-    with pytest.raises(ConfigError, match="fidelity_warmup=0.5 lifts all 3 units.*recovery='host' holds 1"):
+    with pytest.raises(
+        ConfigError,
+        match="fidelity_warmup=0.5 lifts all 3 units.*recovery='host' holds only 1 of them.*use recovery='device'",
+    ):
         GNMRSession(model, max_o=1, total_steps=10, fidelity_warmup=0.5)
     GNMRSession(model, max_o=1, total_steps=10, fidelity_warmup=0.5, recovery="device").detach()
     GNMRSession(model, max_o=3, total_steps=10, fidelity_warmup=0.5).detach()

@@ -58,7 +58,7 @@ def test_a_budget_instead_of_max_o(tiny, trainer_for, tmp_path):
     ("options", "message"),
     [
         ({"max_recovery_memory": "10KB"}, "below one unit: the largest adds 73,728 bytes"),
-        ({"max_recovery_memory": "150KB", "max_o": 1}, "max_recovery_memory='150KB' and max_o=1: give one of them"),
+        ({"max_recovery_memory": "150KB", "max_o": 1}, "max_recovery_memory='150KB' and max_o=1: give only one of them"),
         ({"max_recovery_memory": "150KB", "recovery": "device"}, "lifted units add no memory here"),
         ({"max_recovery_memory": "150KB", "fidelity_warmup": 0.5}, "lifts all 3 units, which add 221,184 bytes"),
     ],

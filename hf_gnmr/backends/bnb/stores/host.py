@@ -13,6 +13,8 @@ class Host(StoreKind):
     """`in_place.InPlace` on a CPU, `slots.Slots` on an accelerator."""
 
     summary = "originals off the device; used in place on a CPU"
+    pins = True
+    holds_all_anywhere = False
 
     @classmethod
     def open(cls, base: SwitchedBase) -> Store:
