@@ -63,7 +63,7 @@ def plan_of(subject: Subject, requests: list[Request], options: argparse.Namespa
         key = {**identity, "precision": precision, **settings_of(request, options)}
         file = folder / precision / f"{request.label.replace(':', '-')}.json"
         if _exists(file, key):
-            print(f"{subject.label}, {precision}, {request.label}: there already ({file})", flush=True)
+            print(f"{subject.label}, {precision}, {request.label}: already evaluated ({file})", flush=True)
             continue
         earlier = _key_in(file)
         if earlier is not None and options.output and earlier.get("place") != subject.place:

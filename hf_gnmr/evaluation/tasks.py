@@ -57,7 +57,8 @@ class Task:
     builtin: Callable[[], Splits] | None = None
     """Rows for ``--data builtin``; None: the task has none, and refuses it."""
     shots_from: str | None = None
-    """The split of the few-shot examples; None: --shots does not apply. With subjects, an item's examples are of its own."""
+    """The split of the few-shot examples; None: --shots does not apply. With subjects, an item gets the examples of
+    its own subject."""
     subjects: Subjects | None = None
     """For a task that also takes the form NAME:SUBJECT; its rows have a field `subject`."""
     generates: bool = False

@@ -1,6 +1,6 @@
 """What a recorded run lifted, for triggers that repeat it (`random` and `listed` with the option `trace`).
 
-Triggers open no files: `resolve_trigger_options` reads the trace and replaces the option by what it comes to.
+Triggers open no files: `resolve_trigger_options` reads the trace and replaces the option by the result.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class LiftedRecord:
 
 
 def resolve_trigger_options(options: TriggerOptions, names: Sequence[str], recoverable: Bools) -> TriggerOptions:
-    """Options with the option `trace`, where it is set, replaced by what that trace comes to; others unchanged.
+    """Options with the option `trace`, where it is set, replaced by what that trace gives; others unchanged.
 
     Args:
         options: a trigger's options.

@@ -56,7 +56,7 @@ def test_what_is_finished_is_not_evaluated_again_and_the_rest_is(runs, capsys, m
     capsys.readouterr()
     evaluate(runs / "gnmr", tasks=tasks)
     out = capsys.readouterr().out
-    assert "hellaswag: there already" in out and "wikitext_tokens ..." in out and file.read_bytes() == before
+    assert "hellaswag: already evaluated" in out and "wikitext_tokens ..." in out and file.read_bytes() == before
     no_model_is_built(monkeypatch)
     evaluate(runs / "gnmr", tasks=tasks)
     monkeypatch.undo()
@@ -89,7 +89,7 @@ def test_another_adapter_configuration_is_another_model(runs, tmp_path, capsys):
     (run / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 1}))
     capsys.readouterr()
     evaluate(run, tasks=TOKENS)
-    assert "there already" not in capsys.readouterr().out
+    assert "already evaluated" not in capsys.readouterr().out
     assert result(run / "eval", "low", "wikitext_tokens")["metrics"] != before
     assert cli(["compare", str(run)]) == 0
     out = capsys.readouterr().out
@@ -102,7 +102,7 @@ def test_a_run_that_was_moved_keeps_its_results_and_a_copy_is_another_row(runs, 
     shutil.move(run, tmp_path / "moved")
     capsys.readouterr()
     evaluate(tmp_path / "moved", tasks=TOKENS)
-    assert "there already" in capsys.readouterr().out
+    assert "already evaluated" in capsys.readouterr().out
     shutil.copytree(tmp_path / "moved", tmp_path / "copy")
     assert cli(["compare", str(tmp_path / "moved"), str(tmp_path / "copy")]) == 0
     out = capsys.readouterr().out
@@ -116,7 +116,7 @@ def test_a_trial_does_not_cost_a_full_result(runs, tmp_path, capsys, monkeypatch
     assert "n 2" in capsys.readouterr().out.split("In brackets")[-1]
     no_model_is_built(monkeypatch)
     evaluate(run)
-    assert "there already" in (out := capsys.readouterr().out) and "hellaswag acc: n 8" in out
+    assert "already evaluated" in (out := capsys.readouterr().out) and "hellaswag acc: n 8" in out
     evaluate(run, "--limit", "2")
     monkeypatch.undo()
     evaluate(run, run, status=2)

@@ -127,7 +127,7 @@ def test_an_entry_is_all_that_a_task_of_lm_eval_takes(arc, tiny_lm, capsys):
     assert scored["metrics"]["acc"] == 0.5, "one model, the same question, both answers"
     assert scored["key"]["shots"] == 1 and scored["key"]["files"].keys() == {"arc/test.jsonl", "arc/train.jsonl"}
     assert cli([*command, "--shots", "1"]) == 0
-    assert "arc_challenge: there already" in capsys.readouterr().out
+    assert "arc_challenge: already evaluated" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
