@@ -5,9 +5,9 @@
 | `gnmr` | the paper's controller | sections 3.1 to 3.3, `gnmr.Controller` |
 | `gsnr` | the maxO units of lowest gradient signal-to-noise ratio, every step | Appendix E.5 |
 | `jacobian` | the maxO units of highest gain in the backward, every step | Appendix E.5 |
-| `static` | a warm-up in 16 bits; then the units of highest mean GNMR in it, permanently; exempt from maxO | Appendix E.4 |
+| `static` | a warm-up in 16 bits; then the units of highest mean GNMR in it, always; exempt from maxO | Appendix E.4 |
 | `random` | units drawn again each step, a promotion ratio on average, never above maxO | ours: the control to beat |
-| `listed` | the units of a list, or those that a trace lifted most, permanently; exempt from maxO | ours: the other control |
+| `listed` | the units of a list, or those that a trace lifted most, always; exempt from maxO | ours: the other control |
 | `none`, `all` | all on the low-cost path, or all recoverable units on the recovery path (exempt from maxO) | the two ends |
 
 All of them score every unit as `gnmr` does, so that any run's trace shows what the controller would have seen.  What a
