@@ -123,7 +123,10 @@ def number(name: str, value: Any, expected: str) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ConfigError(f"{name}={value!r}: expected {expected}, got a {type(value).__name__}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ConfigError(f"{name}: expected {expected}, got a whole number beyond the range of a float") from None
 
 
 def above_zero(name: str, value: Any, also: str = "") -> float:
@@ -182,10 +185,10 @@ def one_of(name: str, value: Any, choices: Iterable[Any]) -> None:
         raise ConfigError(f"{name}={value!r}: expected one of {', '.join(map(repr, listed))}")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint for an unknown name: the nearest known one, or all of them."""
+def nearest(name: Any, known: Iterable[str]) -> str:
+    """A hint for an unknown name (YAML keys may also be numbers): the nearest known one, or all of them."""
     names = list(known)
-    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)
     return f"did you mean {matches[0]!r}?" if matches else f"known: {', '.join(names)}"
 
 
@@ -218,6 +221,17 @@ def field_docs(cls: type) -> dict[str, str]:
             if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
                 docs[statement.target.id] = " ".join(str(following.value.value).split())
     return docs
+
+
+def field_defaults(cls: type) -> dict[str, Any]:
+    """The defaults of a dataclass's fields, by field name; fields without one are left out."""
+    defaults = {}
+    for field in dataclasses.fields(cls):
+        if field.default is not dataclasses.MISSING:
+            defaults[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            defaults[field.name] = field.default_factory()
+    return defaults
 
 
 @dataclass(frozen=True)
@@ -257,7 +271,7 @@ class DeclaredOptions:
     @classmethod
     def defaults(cls) -> dict[str, Any]:
         """Field names and their defaults."""
-        return {field.name: field.default for field in dataclasses.fields(cls)}
+        return field_defaults(cls)
 
     def _convert(self, name: str, value: Any) -> None:
         """Set a field to its checked value, in `__post_init__`."""

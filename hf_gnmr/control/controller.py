@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..config import ConfigError, DeclaredOptions, GNMRConfig
+from ..config import ConfigError, DeclaredOptions, GNMRConfig, field_defaults
 from .monitor import Bools, Floats, RiskMonitor, check_norms, decode_floats, encode_floats
 
 STATE_VERSION = 1
@@ -292,8 +292,11 @@ class Trigger(ABC):
         }
         for name, value in current.items():
             stored = state.get(name)
-            if name == "options":  # options missing from the state were added after it was written
+            # Options and settings missing from the state were added after it was written.
+            if name == "options":
                 stored = {**self.Options.defaults(), **(stored or {})}
+            elif name == "config" and isinstance(stored, dict):
+                stored = {**field_defaults(GNMRConfig), **stored}
             if stored != value:
                 raise ConfigError(
                     f"controller state was written with {name}={stored!r}, this run has {value!r}: "

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from ..backends import BACKENDS, option_names
-from ..config import ConfigError, GNMRConfig, one_of
+from ..config import ConfigError, GNMRConfig, field_defaults, one_of
 from ..control.triggers import TRIGGERS
 from ..training.options import DEFAULT_BACKEND, DEFAULT_TRIGGER
 from .sections import (
@@ -231,7 +231,7 @@ def trigger_section(values: dict[str, Any]) -> TriggerSection:
     """
     options = {cls.name: cls.Options for cls in TRIGGERS.values()}
     # A null means that the option is not set.
-    values_set = {key: value for key, value in values.items() if value is not None}
+    values_set = {key: value for key, value in values.items() if value is not None or key == "name"}
     name, own = _choice("trigger", DEFAULT_TRIGGER, options, values_set, ())
     return TriggerSection(name, _checked("trigger", options[name], own))
 
@@ -258,12 +258,21 @@ def _choice(
         elif not owners:
             known = dict.fromkeys(["name", *common, *(k for cls in options.values() for k in cls.defaults())])
             check_known(key, list(known), "key", f"{section}.")
-        elif section != "backend" or value not in [options[owner].defaults()[key] for owner in owners]:
+        elif section != "backend" or not any(
+            _at_default(f"{section}.{key}", value, options[owner], key) for owner in owners
+        ):
             raise RecipeError(
                 f"{section}.{key}={value!r} belongs to {section}.name={' or '.join(map(repr, owners))}; this recipe uses "
                 f"{name!r}"
             )
     return name, own
+
+
+def _at_default(label: str, value: Any, cls: Any, key: str) -> bool:
+    """Whether `value`, converted to the type of the option `key` of `cls`, is that option's default."""
+    with contextlib.suppress(RecipeError):
+        value = check_value(label, value, typing.get_type_hints(cls)[key])
+    return bool(value == cls.defaults()[key])
 
 
 READERS: dict[str, Callable[[dict[str, Any]], Any]] = {"backend": backend_section, "trigger": trigger_section}
@@ -273,9 +282,14 @@ READERS: dict[str, Callable[[dict[str, Any]], Any]] = {"backend": backend_sectio
 def normalised(values: dict[str, Any]) -> dict[str, Any]:
     """A stored recipe's sections as `Recipe.to_dict` returns them; sections that can no longer be read stay as they are.
 
-    Version 0.1.0 listed the options of every backend and trigger.
+    Keys that the recipe lacks were added after it was written: they get their defaults.  Version 0.1.0 listed the options of
+    every backend and trigger.
     """
     result = dict(values)
+    for section, cls in SECTIONS.items():
+        stored = values.get(section)
+        if isinstance(stored, dict) and dataclasses.is_dataclass(cls) and section not in READERS:
+            result[section] = {**field_defaults(cls), **stored}
     for section, read in READERS.items():
         with contextlib.suppress(RecipeError):
             result[section] = read(dict(values.get(section) or {})).to_dict()

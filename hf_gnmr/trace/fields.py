@@ -78,8 +78,8 @@ def last(values: Floats, counted: Bools) -> float | None:
 
 
 def mean(values: Floats, counted: Bools) -> float | None:
-    """Sum of the values over the number of lines; None without a line."""
-    return float(np.nansum(values)) / len(values) if len(values) else None
+    """Sum of the values over the number of lines; None where no line has one."""
+    return None if np.isnan(values).all() else float(np.nansum(values)) / len(values)
 
 
 def number_true(values: Bools, counted: Bools) -> int:

@@ -66,7 +66,7 @@ def refuse_unreduced_gradients(model: nn.Module) -> None:
 def refuse_unreadable_gradients(args: TrainingArguments, model: nn.Module) -> None:
     """Raise SetupError for a Trainer under which the unclipped gradient cannot be read or paths cannot be switched."""
     refuse_unreadable_engine(model)
-    refuse_unreadable_optimizer(str(getattr(args.optim, "value", args.optim)))
+    refuse_unreadable_optimizer(str(getattr(args.optim, "value", args.optim)), model)
     if args.n_gpu > 1 and not getattr(base_model(model), "is_loaded_in_8bit", False):
         raise SetupError(
             f"torch.nn.DataParallel over {args.n_gpu} GPUs replicates the model in every forward pass. "

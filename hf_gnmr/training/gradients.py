@@ -131,6 +131,7 @@ class GradientNorms:
     def remove(self) -> None:
         """Remove the hook from the model."""
         self._handle.remove()
+        self.norms.remove()
         if self._signal is not None:
             self._signal.remove()
 
@@ -202,6 +203,7 @@ class GradientNorms:
         """Discard the backward passes since the last reading."""
         self._pending, self._losses, self._weights, self.step_losses = None, [], [], []
         self._backwards, self._began, self._mark = 0, None, 0
+        self.norms.discard()
         if self._signal is not None:
             self._signal.discard()
 
@@ -210,9 +212,9 @@ class GradientNorms:
         """Number of trainable parameters outside all units (elements, not tensors)."""
         return self.norms.elsewhere
 
-    def drop_gradients(self) -> None:
-        """Remove the gradients before the optimizer sees them: it then updates nothing."""
-        self.norms.drop()
+    def drop_gradients(self) -> bool:
+        """Remove the gradients before the optimizer sees them: it then updates nothing. False if it already has."""
+        return self.norms.drop()
 
     @torch.compiler.disable  # only a clock and hooks: nothing to compile
     def _on_forward(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -20,6 +20,7 @@ from ..trace.file import TraceError, TraceWriter, read_trace
 from ..trace.metrics import summarise
 from .census import summary_in_words
 from .gradients import Reading
+from .signals import SIGNALS
 
 TRACE_FILE = "trace.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -186,8 +187,8 @@ def say_out_of_reach(units: Sequence[Unit], idle: Bools, reading: Reading, trigg
         unranked = np.isnan(reading.signal) & reading.seen & np.isfinite(reading.norms)
         if unranked.any():
             say(
-                f"NO SIGNAL of trigger {trigger!r} from {names(unranked)}: it will not lift them. (jacobian needs a "
-                "gradient at the unit's input; units that read frozen embeddings have none)"
+                f"NO SIGNAL of trigger {trigger!r} from {names(unranked)}: it will not lift them"
+                + (f". ({SIGNALS[trigger].without})" if trigger in SIGNALS and SIGNALS[trigger].without else "")
             )
 
 

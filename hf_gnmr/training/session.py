@@ -178,8 +178,7 @@ class GNMRSession:
         if not self._scaled and not math.isfinite(reading.total_norm):
             # A scaler would skip this update. Without one the optimizer would write NaN into every parameter it
             # touches (clipping spreads one bad layer to all), and no later step would be finite again.
-            self._gradients.drop_gradients()
-            self._withheld = True
+            self._withheld = self._gradients.drop_gradients()
         return reading
 
     def decide(self, *, skipped: bool = False) -> Decision | None:

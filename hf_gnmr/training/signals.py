@@ -40,6 +40,8 @@ class Signal(ABC):
     """Measures units during the backward. Arrays per unit have shape (num_units,)."""
 
     name: ClassVar[str]
+    without: ClassVar[str] = ""
+    """Why a unit may have no signal, in words for the user."""
     seconds: float = 0.0
     """Time spent in hooks since the last `values` (host time; kernel time on an accelerator is not included)."""
 
@@ -50,6 +52,9 @@ class Signal(ABC):
     @abstractmethod
     def values(self, scale: Tensor, skips: bool = False) -> Tensor:
         """What `combine` needs, fp32, one dimension, on the device, without a sync; called after a step's last backward.
+
+        Under DDP the result must be equal on all ranks (they must choose the same units): a signal that is not computed from
+        the reduced gradients alone is reduced here.
 
         Args:
             scale: the loss scale, shape (1,).
@@ -210,6 +215,7 @@ class Jacobian(Signal):
     """Gain of each unit in the backward, measured by full backward hooks on its module."""
 
     name = "jacobian"
+    without = "jacobian needs a gradient at the unit's input; units that read frozen embeddings have none"
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._norms: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in units]

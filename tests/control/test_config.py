@@ -52,6 +52,12 @@ def test_values_out_of_range(field, value):
     assert f"{field}={value!r}: expected " in str(error.value)
 
 
+@pytest.mark.parametrize("field", ["alpha", "beta", "delta", "t_lock", "fidelity_warmup"])
+def test_a_number_beyond_the_range_of_a_float(field):
+    with pytest.raises(ConfigError, match=f"{field}: expected .*, got a whole number beyond the range of a float"):
+        GNMRConfig(**{field: 10**5000})
+
+
 def test_whole_floats_are_whole_numbers_and_beta_may_be_off():
     config = GNMRConfig(delta=3.0, t_lock=2.0, beta=None)
     assert (config.delta, config.t_lock) == (3, 2)

@@ -229,6 +229,18 @@ def test_state_of_another_setup_is_refused_by_name():
         Controller(3, GNMRConfig(alpha_init_fraction=0, alpha=1.2)).load_state_dict(state)
 
 
+@pytest.mark.parametrize("field", GNMRConfig().to_dict())
+def test_a_setting_that_is_younger_than_the_state_had_its_default(field):
+    """Every field in turn stands for one that was added after the state was written."""
+    settings = {"alpha_init_fraction": 0.025, "t_lock": 1}
+    state = Controller(3, GNMRConfig(**settings), total_steps=100).state_dict()
+    older = {**state, "config": {k: v for k, v in state["config"].items() if k != field}}
+    Controller(3, GNMRConfig(**settings), total_steps=100).load_state_dict(older)
+    other = {"max_o": 2, "delta": 7, "t_lock": 2}.get(field, 0.5)
+    with pytest.raises(ConfigError, match="config="):
+        Controller(3, GNMRConfig(**{**settings, field: other}), total_steps=100).load_state_dict(older)
+
+
 def spiking_norms(units, steps):
     """One unit in ten spikes in each step; (steps, units), the same pattern for every number of units."""
     norms = np.tile(np.arange(1.0, 11.0), (steps, units // 10))

@@ -6,6 +6,7 @@ import json
 import os
 
 import pytest
+import yaml
 from conftest import trace_lines
 from runs import SAVING, files_of, refused
 
@@ -211,6 +212,21 @@ def test_resume_refuses_a_broken_stored_recipe(saved, recipe_file, capsys, text)
     (saved[0] / "recipe.yaml").write_text(text)
     error = refused(capsys, recipe_file, "run.resume=auto", "training.max_steps=9")
     assert "recipe.yaml, the recipe of the run to be resumed" in error
+
+
+@pytest.mark.parametrize(
+    "key", ["lora.use_rslora", "data.max_new_tokens", "gnmr.t_lock", "model.layers", "backend.pin_memory"]
+)
+def test_a_key_that_is_younger_than_the_stored_recipe_had_its_default(saved, recipe_file, capsys, key):
+    stored = saved[0] / "recipe.yaml"
+    recipe = yaml.safe_load(stored.read_text())
+    section, name = key.split(".")
+    default = recipe[section].pop(name)
+    stored.write_text(yaml.safe_dump(recipe))
+    folder = OutputFolder(load_recipe(recipe_file, ["run.resume=auto", "training.max_steps=9", *SAVING]))
+    assert folder.begun_with[section][name] == default
+    error = refused(capsys, recipe_file, "run.resume=auto", "training.max_steps=9", *SAVING, "lora.use_rslora=true")
+    assert "lora.use_rslora=True: the run to be resumed was started with False" in error
 
 
 def test_resume_without_a_stored_recipe_is_reported(saved, recipe_file, capsys):

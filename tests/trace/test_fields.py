@@ -96,3 +96,10 @@ def test_columns_have_the_types_that_the_table_states(trace):
     assert series.saved_bytes[0] == 7.0 and np.isnan(series.saved_tokens).all()
     with pytest.raises(AttributeError, match="no attribute 'lossy'"):
         _ = series.lossy
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"), [([], None), ([np.nan, np.nan], None), ([1.0, np.nan], 0.5), ([1.0, 2.0], 1.5)], ids=str
+)
+def test_a_mean_of_what_no_line_records_is_unknown_and_not_zero(values, expected):
+    assert fields.mean(np.array(values), np.ones(len(values), dtype=bool)) == expected

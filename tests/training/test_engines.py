@@ -8,7 +8,7 @@ import torch
 from conftest import random_llama, trace_lines
 from torch import nn
 
-from hf_gnmr import GNMRCallback, SetupError
+from hf_gnmr import GNMRCallback, GNMRSession, SetupError
 from hf_gnmr.backends.units import Unit, find_units
 from hf_gnmr.training import engines
 from hf_gnmr.training.engines.base import Norms
@@ -99,6 +99,41 @@ def test_optimizers_that_step_inside_the_backward_are_refused(name):
 
 def test_optimizers_that_step_inside_the_backward_are_accepted_if_a_reader_reads_before(sharded):
     engines.refuse_unreadable_optimizer("lomo")
+    engines.refuse_unreadable_optimizer("lomo", nn.Linear(2, 2))
+
+
+def test_the_reader_of_the_model_itself_must_read_before_such_an_optimizer(sharded, monkeypatch):
+    monkeypatch.setattr(sharded, "handles", classmethod(lambda cls, model: False))
+    engines.refuse_unreadable_optimizer("lomo")  # before a model is loaded: one of the readers might handle it
+    with pytest.raises(SetupError, match="optim='lomo' uses up each gradient"):
+        engines.refuse_unreadable_optimizer("lomo", nn.Linear(2, 2))
+
+
+def test_a_reader_learns_of_what_is_discarded_and_of_its_removal(sharded, monkeypatch):
+    seen = []
+    monkeypatch.setattr(sharded, "discard", lambda self: seen.append("discard"), raising=False)
+    monkeypatch.setattr(sharded, "remove", lambda self: seen.append("remove"), raising=False)
+    session = GNMRSession(random_llama().train(), backend="none", alpha_init_fraction=0.0)
+    session.discard()
+    assert seen == ["discard"]
+    session.detach()
+    assert seen[-1] == "remove"
+
+
+def test_an_update_that_came_before_the_reading_is_not_called_withheld(sharded, monkeypatch, tmp_path):
+    monkeypatch.setattr(sharded, "drop", lambda self: False, raising=False)
+    model = random_llama().train()
+    session = GNMRSession(model, backend="none", alpha_init_fraction=0.0, output_dir=tmp_path)
+    with torch.no_grad():
+        session.units[1].parameters[0].fill_(float("nan"))
+    monkeypatch.setattr(sharded, "combine", LocalNorms.combine)
+    tokens = torch.ones(1, 4, dtype=torch.long)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    session.observe()
+    session.decide()
+    session.detach()
+    _, (line,) = trace_lines(tmp_path)
+    assert not np.isfinite(float(line["grad_norm"])) and line["update_withheld"] is False
 
 
 def unit_of(index, parameters, part=None):

@@ -123,6 +123,8 @@ def test_units_that_cannot_be_helped_are_reported_by_name(capsys):
     say_out_of_reach(UNITS[:4], idle, reading, "jacobian")
     out = capsys.readouterr().out
     assert "LIFTING CHANGES NOTHING for 1 of 4 units (model.layers.0):" in out
-    assert "NO SIGNAL of trigger 'jacobian' from 1 of 4 units (model.layers.1):" in out
+    assert "NO SIGNAL of trigger 'jacobian' from 1 of 4 units (model.layers.1):" in out and "frozen embeddings" in out
+    say_out_of_reach(UNITS[:4], np.zeros(4, dtype=bool), reading, "gsnr")
+    assert capsys.readouterr().out.rstrip().endswith("from 1 of 4 units (model.layers.1): it will not lift them")
     say_out_of_reach(UNITS[:4], np.zeros(4, dtype=bool), reading_of([1, 1, 1, 1]), "gnmr")
     assert capsys.readouterr().out == ""

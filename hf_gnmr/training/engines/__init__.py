@@ -32,9 +32,15 @@ def refuse_unreadable_settings(training: Mapping[str, Any]) -> None:
             )
 
 
-def refuse_unreadable_optimizer(name: str) -> None:
-    """Raise SetupError for an optimizer that steps inside the backward, unless a reader here reads each gradient before."""
-    if any(part in name.lower() for part in IN_BACKWARD) and not any(engine.reads_in_backward for engine in ENGINES):
+def refuse_unreadable_optimizer(name: str, model: nn.Module | None = None) -> None:
+    """Raise SetupError for an optimizer that steps inside the backward, unless each gradient is read before.
+
+    Args:
+        name: the optimizer, as in `TrainingArguments.optim`.
+        model: the model, whose own reader must do so; None (before a model is loaded): any reader here may.
+    """
+    readers = ENGINES if model is None else [_reader_for(model)]
+    if any(part in name.lower() for part in IN_BACKWARD) and not any(reader.reads_in_backward for reader in readers):
         raise SetupError(
             f"optim={name!r} uses up each gradient inside the backward, so no norm is left to read. "
             "Use an optimizer that steps after the backward, such as adamw_torch"
@@ -43,11 +49,22 @@ def refuse_unreadable_optimizer(name: str) -> None:
 
 def refuse_unreadable_engine(model: nn.Module) -> None:
     """Raise SetupError if no reader here can read the gradients of the engine that holds this model."""
-    if not any(engine.handles(model) for engine in ENGINES):
-        raise SetupError(
-            f"{partitioning(model)}: the engine partitions the gradients or keeps them to itself, so a layer's "
-            "unclipped norm cannot be read. Use one process, DDP, or device_map"
-        )
+    _reader_for(model)
+
+
+def _reader_for(model: nn.Module) -> type[UnitNorms]:
+    """The first reader that handles the model.
+
+    Raises:
+        SetupError: none does.
+    """
+    for engine in ENGINES:
+        if engine.handles(model):
+            return engine
+    raise SetupError(
+        f"{partitioning(model)}: the engine partitions the gradients or keeps them to itself, so a layer's unclipped norm "
+        "cannot be read. Use one process, DDP, or device_map"
+    )
 
 
 def unit_norms(model: nn.Module, units: Sequence[Unit]) -> UnitNorms:
@@ -56,8 +73,7 @@ def unit_norms(model: nn.Module, units: Sequence[Unit]) -> UnitNorms:
     Raises:
         SetupError: no reader can read them.
     """
-    refuse_unreadable_engine(model)
-    return next(engine for engine in ENGINES if engine.handles(model))(model, units)
+    return _reader_for(model)(model, units)
 
 
 __all__ = [

@@ -95,7 +95,16 @@ class UnitNorms(ABC):
             scale: the loss scale, which is divided out.
         """
 
-    def drop(self) -> None:
-        """Remove the gradients, so that the optimizer updates nothing."""
+    def drop(self) -> bool:
+        """Remove the gradients, so that the optimizer updates nothing; False if the update can no longer be withheld."""
         for p in self.parameters:
             p.grad = None
+        return True
+
+    def discard(self) -> None:
+        """Discard what was measured in the backward passes since the last reading."""
+        return None
+
+    def remove(self) -> None:
+        """Remove hooks from the model."""
+        return None
