@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 
 from hf_gnmr.config import GNMRConfig
@@ -108,3 +110,24 @@ def lifted_by(trigger, steps):
         active.append(np.flatnonzero(trigger.active).tolist())
         trigger.step(np.ones(trigger.num_units))
     return active
+
+
+BREAKAGES = [
+    ("line", "active", [77]),
+    ("line", "active", None),
+    ("header", "units", "x"),
+    ("header", "config", None),
+    ("header", "config", {"fidelity_warmup": "half"}),
+    ("unit", "recoverable", None),
+    ("file", "", "no trace\n"),
+    ("file", "", ""),
+]
+"""Where a trace is broken, and the value that breaks it: arguments of `break_trace`."""
+
+
+def break_trace(path, where, key, value):
+    """Put `value` under `key` in a line, the header or a unit of a trace, or in place of the whole file."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    target = {"line": lines[7], "header": lines[0], "unit": lines[0]["units"][1], "file": {}}[where]
+    target[key] = value
+    path.write_text(value if where == "file" else "".join(json.dumps(line) + "\n" for line in lines))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from synthetic import stationary, write_trace
+from synthetic import BREAKAGES, break_trace, stationary, write_trace
 
 from hf_gnmr.config import ConfigError, GNMRConfig
 from hf_gnmr.control.triggers import check_trigger, make_trigger
@@ -88,24 +88,9 @@ def test_a_trace_over_other_units_is_refused(path, names, recoverable, differenc
         record.most_lifted(names, np.array(recoverable))
 
 
-@pytest.mark.parametrize(
-    ("where", "key", "value"),
-    [
-        ("line", "active", [77]),
-        ("line", "active", None),
-        ("header", "units", "x"),
-        ("header", "config", None),
-        ("header", "config", {"fidelity_warmup": "half"}),
-        ("unit", "recoverable", None),
-        ("file", "", "no trace\n"),
-        ("file", "", ""),
-    ],
-)
+@pytest.mark.parametrize(("where", "key", "value"), BREAKAGES)
 def test_a_broken_trace_is_refused_by_its_name(path, where, key, value):
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    target = {"line": lines[7], "header": lines[0], "unit": lines[0]["units"][1], "file": {}}[where]
-    target[key] = value
-    path.write_text(value if where == "file" else "".join(json.dumps(line) + "\n" for line in lines))
+    break_trace(path, where, key, value)
     with pytest.raises(ConfigError, match=f"^trace={str(path)!r}: "):
         LiftedRecord(path)
 

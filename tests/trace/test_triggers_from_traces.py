@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
-from synthetic import lifted_by, stationary, write_trace
+from synthetic import BREAKAGES, break_trace, lifted_by, stationary, write_trace
 
 from hf_gnmr.config import ConfigError, GNMRConfig
 from hf_gnmr.control.triggers import check_trigger, make_trigger
@@ -95,25 +93,11 @@ def test_listed_counts_the_steps_that_the_report_counts(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["listed", "random"])
-@pytest.mark.parametrize(
-    ("where", "key", "value"),
-    [
-        ("line", "active", [77]),
-        ("line", "active", None),
-        ("header", "units", "x"),
-        ("header", "config", None),
-        ("header", "config", {"fidelity_warmup": "half"}),
-        ("unit", "recoverable", None),
-        ("file", "", "no trace\n"),
-    ],
-)
+@pytest.mark.parametrize(("where", "key", "value"), BREAKAGES)
 def test_a_trace_that_cannot_be_used_is_refused_by_name(tmp_path, name, where, key, value):
     path = tmp_path / "trace.jsonl"
     write_trace(path, stationary(20, 4), max_o=2, alpha=1.1, alpha_init_fraction=0.0)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    target = {"line": lines[7], "header": lines[0], "unit": lines[0]["units"][1], "file": {}}[where]
-    target[key] = value
-    path.write_text(value if where == "file" else "".join(json.dumps(line) + "\n" for line in lines))
+    break_trace(path, where, key, value)
     with pytest.raises(ConfigError, match="trace="):
         from_trace(
             name,
