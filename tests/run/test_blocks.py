@@ -123,7 +123,7 @@ def test_plan_of_products_under_lora_and_of_auto(capsys):
 )
 def test_another_backend_removes_the_old_ones_options(name, backend, unit):
     section = load_recipe(find_recipe(name), [f"backend.name={backend}"]).backend
-    assert section.options == BACKENDS[backend].make_options({"unit": unit} if unit else {})
+    assert section.options == BACKENDS[backend].Options(**({"unit": unit} if unit else {}))
 
 
 def test_another_backend_in_an_extending_recipe_removes_the_old_ones_options(tmp_path):

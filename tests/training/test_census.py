@@ -20,7 +20,7 @@ def parts():
     """Units, backend and controller of a model in which nothing is switched."""
     model = random_llama()
     units = find_units(model)
-    backend = BACKENDS["none"](model, units, BACKENDS["none"].make_options({}))
+    backend = BACKENDS["none"](model, units)
     trigger = Controller(3, GNMRConfig(alpha_init_fraction=0.0), recoverable=backend.recoverable)
     return units, backend, trigger
 
