@@ -88,4 +88,4 @@ def test_the_whole_script_on_the_built_in_model(tmp_path):
         "wikitext word_perplexity",
         "wikitext_tokens token_perplexity",
     }
-    assert expected <= set(columns.split(" | "))
+    assert expected <= set(columns.strip("| ").split(" | "))
