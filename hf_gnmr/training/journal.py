@@ -15,6 +15,7 @@ import numpy as np
 
 from ..backends.units import Unit
 from ..control.controller import Bools, Decision, Floats
+from ..control.triggers import TRIGGERS
 from ..files import free_name, write_json
 from ..trace.file import TraceError, TraceWriter, read_trace
 from ..trace.metrics import summarise
@@ -186,9 +187,10 @@ def say_out_of_reach(units: Sequence[Unit], idle: Bools, reading: Reading, trigg
     if reading.signal is not None:
         unranked = np.isnan(reading.signal) & reading.seen & np.isfinite(reading.norms)
         if unranked.any():
+            why = SIGNALS[str(TRIGGERS[trigger].signal)].without
             say(
                 f"NO SIGNAL of trigger {trigger!r} from {names(unranked)}: it will not lift them"
-                + (f". ({SIGNALS[trigger].without})" if trigger in SIGNALS and SIGNALS[trigger].without else "")
+                + (f". ({why})" if why else "")
             )
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_gnmr import Controller, GNMRConfig
 from hf_gnmr.backends.units import Unit
+from hf_gnmr.control.triggers import TRIGGERS
 from hf_gnmr.training.gradients import Reading
 from hf_gnmr.training.journal import Journal, OddWindows, say_not_finite, say_out_of_reach, write_summary
 
@@ -128,3 +129,12 @@ def test_units_that_cannot_be_helped_are_reported_by_name(capsys):
     assert capsys.readouterr().out.rstrip().endswith("from 1 of 4 units (model.layers.1): it will not lift them")
     say_out_of_reach(UNITS[:4], np.zeros(4, dtype=bool), reading_of([1, 1, 1, 1]), "gnmr")
     assert capsys.readouterr().out == ""
+
+
+def test_the_reason_is_that_of_the_triggers_signal_whatever_the_triggers_name(capsys, monkeypatch):
+    monkeypatch.setitem(TRIGGERS, "custom", type("Custom", (TRIGGERS["jacobian"],), {"name": "custom"}))
+    reading = reading_of([1, 1], signal=[1.0, np.nan])
+    say_out_of_reach(UNITS[:2], np.zeros(2, dtype=bool), reading, "custom")
+    assert (
+        "NO SIGNAL of trigger 'custom' from 1 of 2 units" in (out := capsys.readouterr().out) and "frozen embeddings" in out
+    )
