@@ -109,6 +109,7 @@ def check(recipe: Recipe) -> Start | None:
     callback = GNMRCallback(
         recipe.gnmr,
         layers=recipe.model.layers,
+        resume_history=recipe.run.resume_history,
         **recipe.trigger.keywords(),
         **recipe.backend.keywords(),
     )

@@ -190,6 +190,7 @@ class ActivationBackend(Backend):
     """
 
     name = "activation"
+    changes_forward = False
     Options = ActivationOptions
     options: ActivationOptions
     unit_kinds = UNIT_KINDS

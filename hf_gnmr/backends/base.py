@@ -100,6 +100,8 @@ class Backend(ABC):
     Arrays have shape (num_units,).
     """
 
+    changes_forward: ClassVar[bool] = True
+    """Whether the two paths give different outputs (not only different gradients)."""
     name: ClassVar[str]
     Options: ClassVar[type[BackendOptions]] = BackendOptions
     unit_kinds: ClassVar[tuple[str, ...]] = ("layer",)

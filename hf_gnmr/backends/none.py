@@ -23,6 +23,7 @@ class NoBackend(Backend):
     """
 
     name = "none"
+    changes_forward = False
 
     switches = False
 

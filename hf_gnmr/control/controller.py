@@ -59,6 +59,8 @@ class Scores:
     gnmr: Floats
     delta_gnmr: Floats
     risk: Floats
+    """By which units are ranked: R, or where it is infinite for several units and it is known where that began, infinite for
+    that unit and the largest finite number for the others."""
     seen: Bools
     signal: Floats | None
     """What `Trigger.signal` asked for; nan where a unit gave none, None where nothing was measured."""
@@ -198,6 +200,7 @@ class Trigger(ABC):
         seen: ArrayLike | None = None,
         signal: ArrayLike | None = None,
         scores: tuple[Floats, Floats] | None = None,
+        first_not_finite: int | None = None,
     ) -> Decision:
         """Read the norms of one optimizer step and decide about the next one.
 
@@ -209,6 +212,8 @@ class Trigger(ABC):
                 ordinary gradient would look like a spike.
             signal: what `self.signal` asks for, shape (num_units,); nan where a unit gave none.
             scores: GNMR and ΔGNMR of this step if they were recorded; None: the monitor computes them.
+            first_not_finite: the unit whose own forward first gave values that are not finite. If no norm of the step is
+                finite, it is ranked before the others, which the norms cannot tell apart. None: unknown.
 
         Raises:
             ValueError: wrong shape, or a negative norm.
@@ -222,7 +227,11 @@ class Trigger(ABC):
         risk = gnmr / alpha if beta is None else np.maximum(gnmr / alpha, delta_gnmr / beta)
         risk[~observed] = 0.0
         measured = None if signal is None else np.asarray(signal, dtype=np.float64)
-        triggered, chosen = self.choose(Scores(gnmr, delta_gnmr, risk, observed, measured))
+        ranked = risk
+        if first_not_finite is not None and not np.isfinite(values[observed]).any():
+            ranked = np.where(np.isinf(risk), np.finfo(np.float64).max, risk)
+            ranked[first_not_finite] = risk[first_not_finite]
+        triggered, chosen = self.choose(Scores(gnmr, delta_gnmr, ranked, observed, measured))
         self._scored = True
         self.active = self._in_force(chosen)
         return Decision(self.steps_done, alpha, beta, gnmr, delta_gnmr, risk, triggered, self.active.copy(), observed)

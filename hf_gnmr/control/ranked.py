@@ -18,7 +18,8 @@ class Ranked(Trigger):
         signal = scores.signal
         if signal is None:  # nothing was measured: the number of backward passes and of micro-batches differed
             signal = np.full(self.num_units, np.nan)
-        rank = np.where(np.isfinite(scores.gnmr), self.sign * signal, np.inf)  # a gradient that is not finite comes first
+        # A gradient that is not finite comes first, whatever the signal is.
+        rank = np.where(np.isfinite(scores.gnmr), self.sign * signal, scores.risk)
         pool = np.flatnonzero(self.recoverable & scores.seen & ~np.isnan(rank))
         chosen = np.zeros_like(scores.seen)
         chosen[top_units(rank, pool, self.max_o)] = True

@@ -29,8 +29,10 @@ SECTIONS_KEPT = ("model", "lora", "data", "training", "gnmr", "backend", "trigge
 """Sections whose settings must not change when a run is resumed, except those of `FREE_ON_RESUME`."""
 FREE_ON_RESUME = re.compile(
     r"data\.(generate_rows|max_new_tokens|answer_marker)|training\.(output_dir|max_steps|num_train_epochs|report_to|run_name|"
-    r"disable_tqdm|logging_.*|save_.*|eval_.*|dataloader_num_workers|use_cpu)"
+    r"disable_tqdm|logging_.*|save_.*|eval_.*|dataloader_num_workers|use_cpu|"
+    r"per_device_train_batch_size|gradient_accumulation_steps)"
 )
+"""Settings that a resumed run may change. Batch size and accumulation: the callback compares the rows of a step."""
 CHECKPOINT = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 """Files without which a run cannot be resumed exactly; the Trainer writes trainer_state.json last."""
 WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json", "adapter_model.bin")

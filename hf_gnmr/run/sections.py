@@ -13,6 +13,7 @@ from ..config import ConfigError, GNMRConfig
 from ..control.controller import TriggerOptions
 from ..control.triggers import TRIGGERS
 from ..training.options import DEFAULT_BACKEND, DEFAULT_TRIGGER
+from ..training.resuming import ResumeHistory
 
 
 class RecipeError(ConfigError):
@@ -140,6 +141,8 @@ class RunSection:
     resume: Literal["auto", False] | str = False
     """``auto``: from the last complete checkpoint, if there is one; a path: from that checkpoint; false: never.
     `overwrite` takes precedence: with it the run starts from scratch."""
+    resume_history: ResumeHistory = "continue"
+    """``continue`` the checkpoint's history, which needs steps of as many rows as before; or start a ``new`` one."""
 
 
 @dataclass

@@ -21,10 +21,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from ..backends.units import Unit
-from ..config import ConfigError, GNMRConfig, SetupError
+from ..config import ConfigError, GNMRConfig, SetupError, one_of
 from ..control.controller import Decision, Trigger
 from .checkpoints import load_renamed
-from .checks import refuse_unreadable_gradients, refuse_windows_never_full
+from .checks import refuse_unreadable_gradients, refuse_windows_never_full, rows_per_micro_batch
 from .journal import TRACE_FILE
 from .options import (
     DEFAULT_BACKEND,
@@ -36,6 +36,7 @@ from .options import (
     take_over,
     trigger_over,
 )
+from .resuming import ResumeHistory
 from .session import GNMRSession
 
 SIGNAL_FILE = "gnmr_trigger.safetensors"
@@ -55,6 +56,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
         layers: pattern for the decoder layers of an unknown architecture, e.g. "transformer.blocks.*".
         max_recovery_memory: device memory that lifted layers may add, instead of max_o: bytes, "6GB", "500MiB".
         trace_path: file for the trace; None: `trace.jsonl` in the Trainer's output_dir; False: no trace, no summary.
+        resume_history: "continue" the checkpoint's history (steps must have as many rows as before), or start a "new" one.
         settings: the backend's own options (listed in the README's table, declared in `hf_gnmr.backends`) and the fields of
             `GNMRConfig`.
 
@@ -73,8 +75,11 @@ class GNMRCallback(TrainerCallback, ExportableState):
         layers: str | None = None,
         max_recovery_memory: int | str | None = None,
         trace_path: str | os.PathLike[str] | bool | None = None,
+        resume_history: ResumeHistory = "continue",
         **settings: Any,
     ) -> None:
+        one_of("resume_history", resume_history, ("continue", "new"))
+        self.resume_history = resume_history
         of_backend, thresholds = split_settings(settings, "GNMRCallback")
         self.config = make_config(config, thresholds, "GNMRCallback")
         self.options = Options(backend, trigger, trigger_options, layers, max_recovery_memory, **of_backend)
@@ -132,6 +137,8 @@ class GNMRCallback(TrainerCallback, ExportableState):
             gradient_accumulation_steps=args.gradient_accumulation_steps,
             scaler=getattr(kwargs.get("optimizer"), "scaler", None),
             reduced=True,
+            rows_per_micro_batch=rows_per_micro_batch(args, kwargs.get("train_dataloader")),
+            resume_history=self.resume_history,
         )
         try:
             session.main_process = state.is_world_process_zero
@@ -240,7 +247,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
         saved = attributes.get("_state")
         run_id = None if saved is None else attributes.get("_run_id")
         session.resume(state.global_step, saved, run_id, attributes.get("_setup"))
-        if session.signal is not None and session.signal.tensors():
+        if session.signal is not None and session.signal.tensors() and self.resume_history == "continue":
             files = [place / SIGNAL_FILE for place in places]
             tensors = next((t for file in files if (t := _tensors_of(file, run_id, state.global_step)) is not None), None)
             if tensors is not None:

@@ -10,8 +10,18 @@ from ..backends.units import Unit
 from ..control.controller import Trigger
 
 
-def take_census(units: Sequence[Unit], backend: Backend, trigger: Trigger) -> dict[str, Any]:
-    """What is monitored and what is switched, as plain JSON values."""
+def take_census(
+    units: Sequence[Unit], backend: Backend, trigger: Trigger, elsewhere: int = 0, trigger_bytes: int = 0
+) -> dict[str, Any]:
+    """What is monitored and what is switched, as plain JSON values.
+
+    Args:
+        units: the monitored units.
+        backend: what switches them.
+        trigger: what chooses them.
+        elsewhere: trainable numbers outside the units.
+        trigger_bytes: what the trigger's signal keeps on the device.
+    """
     return {
         "units": len(units),
         "unit_names": units[0].name if len(units) == 1 else f"{units[0].name} to {units[-1].name}",
@@ -24,6 +34,8 @@ def take_census(units: Sequence[Unit], backend: Backend, trigger: Trigger) -> di
         "resident_bytes": backend.resident_bytes,
         "host_bytes": backend.host_bytes,
         **backend.census(),
+        "trainable_parameters_elsewhere": elsewhere,
+        "trigger_bytes": trigger_bytes,
     }
 
 

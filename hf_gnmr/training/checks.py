@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainingArguments
 
 from ..backends.units import base_model
-from ..config import SetupError
+from ..config import ConfigError, SetupError, integer, one_of
 from .distributed import world_size
 from .engines import refuse_unreadable_engine, refuse_unreadable_optimizer, refuse_unreadable_settings
 
@@ -49,6 +49,16 @@ def scaler_missing(scaled: bool) -> str | None:
     return None
 
 
+def no_gradient_seen(step: int) -> SetupError:
+    """The error for a step whose gradient came about where it cannot be read, or for first steps without any backward."""
+    return SetupError(
+        f"no gradient was seen at step {step}: the loss does not come from the outputs of the given model (a custom "
+        "compute_loss that calls an inner module?), the model was not in training mode, accelerate does not consider this "
+        "the last micro-batch (GradientState), there was no backward in the first steps, or there is a second GNMRCallback. "
+        "Compute the loss from model(**inputs) after model.train(), so that the unclipped gradient can be read"
+    )
+
+
 def refuse_unreduced_gradients(model: nn.Module) -> None:
     """Raise SetupError in a custom loop on several processes if nothing is known to average the gradients.
 
@@ -82,6 +92,36 @@ def refuse_training_settings(training: dict[str, Any]) -> None:
         raise SetupError("training.resume_from_checkpoint has no effect in a recipe: use run.resume")
     if training.get("do_train") is False:
         raise SetupError("training.do_train=False: a recipe is for training")
+
+
+def check_arguments(total_steps: int | None, accumulation: int, rows: int | None, resume_history: str) -> None:
+    """Raise ConfigError for a session's numbers unless they are whole and above 0 (total steps and rows may be None)."""
+    one_of("resume_history", resume_history, ("continue", "new"))
+    if isinstance(total_steps, bool) or not (total_steps is None or (isinstance(total_steps, int) and total_steps > 0)):
+        raise ConfigError(f"total_steps={total_steps!r}: expected a whole number above 0, or None")
+    if isinstance(accumulation, bool) or not (isinstance(accumulation, int) and accumulation > 0):
+        raise ConfigError(f"gradient_accumulation_steps={accumulation!r}: expected a whole number above 0")
+    if rows is not None:
+        integer("rows_per_micro_batch", rows, 1)
+
+
+def why_no_step(skipped: bool, micro_batches: int, backwards: int, accumulation: int) -> str | None:
+    """Why an optimizer step does not count for the controller, in words; None: it does."""
+    if skipped:
+        return "loss scaler skipped the update"
+    if micro_batches != accumulation:
+        return f"window of {micro_batches} micro-batches instead of {accumulation}"
+    if backwards < micro_batches:
+        return f"{backwards} backward passes in a window of {micro_batches} micro-batches"
+    return None
+
+
+def rows_per_micro_batch(args: TrainingArguments, dataloader: Any) -> int:
+    """Rows of a micro-batch on this process: those of the loader in use, otherwise those of the arguments."""
+    total = getattr(dataloader, "total_batch_size", None)  # accelerate's, over all processes
+    if isinstance(total, int) and total >= args.world_size and total % args.world_size == 0:
+        return total // args.world_size
+    return int(args.train_batch_size)
 
 
 def refuse_windows_never_full(dataloader: Any, accumulation: int) -> None:

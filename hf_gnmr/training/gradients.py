@@ -13,10 +13,8 @@ and the loss scale are transferred to the host in one vector (`StepVector`).
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,60 +24,12 @@ from torch import Tensor, nn
 
 from ..backends.units import Unit, unwrap
 from ..config import SetupError
-from ..control.controller import Bools, Floats
-from .distributed import world_size
+from .accumulated import GradientMarks, any_nonzero
+from .distributed import is_distributed
 from .engines import unit_norms
+from .forwards import ForwardProbe, tensors_in
+from .reading import Reading, StepVector
 from .signals import Signal
-
-
-@dataclass(frozen=True)
-class Reading:
-    """One optimizer step's gradient, on the host, in units of the loss that the model returned."""
-
-    norms: Floats
-    """L2 norm per unit, float64, shape (num_units,): accumulated, rank-averaged, unscaled, unclipped."""
-    seen: Bools
-    """Units of which at least one parameter had a gradient; the norm of the others is 0 and has no meaning."""
-    total_norm: float
-    """L2 norm over all trainable parameters, including those outside the units."""
-    loss: float | None
-    """This rank's loss over the step's micro-batches, weighted as in the backward: the model's own loss output, otherwise
-    the loss that the Trainer reported; None without either (a custom loss under a Trainer that reports none)."""
-    seconds: float
-    """Time spent on computing and fetching the norms, without the wait for the backward itself."""
-    backwards: int
-    """Number of backward passes in the step."""
-    began: float
-    """`time.perf_counter()` at the step's first forward."""
-    signal: Floats | None = None
-    """The trigger's signal per unit, float64; None if it measured none."""
-
-
-class StepVector:
-    """What one step sends from device to host: named parts of one vector, so that one transfer is enough."""
-
-    def __init__(self, indices: list[int]) -> None:
-        self.indices = indices
-        """Indices of the parameters whose norms are in the vector."""
-        self._parts: dict[str, Tensor] = {}
-
-    def add(self, name: str, values: Tensor) -> None:
-        """Append a part: a tensor of one dimension, on the same device as the others."""
-        self._parts[name] = values
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._parts
-
-    @property
-    def device(self) -> torch.device:
-        """The device that holds the parts."""
-        return next(iter(self._parts.values())).device
-
-    def fetch(self) -> dict[str, Floats]:
-        """The parts by name, on the host, float64; this is the step's only transfer."""
-        values = torch.cat(list(self._parts.values())).to("cpu", torch.float64).numpy()
-        ends = np.cumsum([len(part) for part in self._parts.values()])
-        return dict(zip(self._parts, np.split(values, ends[:-1]), strict=True))
 
 
 class GradientNorms:
@@ -91,6 +41,7 @@ class GradientNorms:
         scaler: the gradient scaler in use (a `torch.amp.GradScaler`), or None.
         signal: what the trigger needs measured besides the norms, or None.
         accumulation: backward passes in a full window; the signal is measured only at the end of a full one.
+        probe: watches the units' forwards, or None.
     """
 
     def __init__(
@@ -100,17 +51,21 @@ class GradientNorms:
         scaler: Any = None,
         signal: Signal | None = None,
         accumulation: int = 1,
+        probe: ForwardProbe | None = None,
     ) -> None:
         self.norms = unit_norms(model, units)
         self._scaler = scaler
         self._signal = signal
         self._accumulation = accumulation
+        self._probe = probe
         self._state = GradientState()
         self._armed = False
         self._frozen = [p for p in unwrap(model).parameters() if not p.requires_grad and p.is_floating_point()]
         self._losses: list[Tensor] = []
         self._weights: list[Tensor] = []
         self._mark = 0
+        own, others = self.norms.parameters[: self.norms.in_units], self.norms.parameters[self.norms.in_units :]
+        self._marks = GradientMarks([*own, *others])
         self._measured = (0, 0)
         """The index of a parameter, and its version when the norms were measured."""
         self._backwards = 0
@@ -132,47 +87,94 @@ class GradientNorms:
         """Remove the hook from the model."""
         self._handle.remove()
         self.norms.remove()
+        self._marks.release()
+        if self._probe is not None:
+            self._probe.remove()
         if self._signal is not None:
             self._signal.remove()
 
     def read(self) -> Reading | None:
-        """The reading of the optimizer step that is about to happen; None if no backward completed one.
+        """The reading of the optimizer step that is about to happen; None if no backward was seen since the last one.
 
-        This is the step's only transfer from device to host.
+        This is the step's only transfer from device to host. With several processes all of them must call it.
 
         Raises:
-            SetupError: the backward reached none of the units' parameters.
+            SetupError: the gradient is not the one that was measured, or cannot be monitored.
         """
-        if self._pending is None:
-            return None
         vector, self._pending = self._pending, None
-        self._refuse_stale(vector)
+        if vector is not None and self._marks.removed():  # the loop threw the step's gradient away
+            vector = None
+            self._forget()
+        if vector is None and not self._state.sync_gradients:
+            return None
+        if vector is not None:
+            self._refuse_stale(vector)
+        measured = vector is not None
+        vector = StepVector([]) if vector is None else vector
+        self._add_agreed(vector)
+        if not self._backwards and not is_distributed():
+            self.discard()
+            return None
         scaled_loss = "loss" in vector
         if not scaled_loss and self.step_losses:
-            losses = [x.detach().to(vector.device, torch.float32) for x in self.step_losses]
+            losses = [x.to(self.norms.home, torch.float32) for x in self.step_losses]
             vector.add("loss", torch.stack(losses).sum()[None])
-        self.step_losses = []
-        if self._events is not None:
+        if self._events is not None and measured:
             # Wait for the backward here, so that the time measured below is that of the norms alone.
             self._events[1].synchronize()
             self._seconds += self._events[0].elapsed_time(self._events[1]) / 1e3
         start = time.perf_counter()
+        finite = None if measured else self._all_finite()
         parts = vector.fetch()
+        backwards = -int(parts["agreed"][0])
+        if not backwards and not self._backwards:
+            self.discard()
+            return None
         signal = self._signal.combine(parts["signal"]) if self._signal is not None and "signal" in parts else None
-        scale = float(parts["scale"][0])
-        norms = self.norms.combine(parts["norms"], vector.indices, scale)
-        loss = float(parts["loss"][0]) / (scale if scaled_loss else 1.0) if "loss" in parts else None
-        if scaled_loss and self._scaler is None and _looks_scaled(float(parts["weight"][0]), self._backwards):
-            raise SetupError(
-                f"the loss enters the backward multiplied by {parts['weight'][0]:g}, as by a loss scaler, but no scaler "
-                "was given: its scale would be in every norm. Pass scaler= (accelerator.scaler)"
-            )
-        backwards, began = self._backwards, self._began
-        self.discard()
-        seconds = self._seconds + time.perf_counter() - start
+        scale = float(parts["scale"][0]) if measured else 1.0
+        norms = self.norms.combine(parts["norms"] if measured else np.zeros(0), vector.indices, scale)
+        first = None if self._probe is None else self._probe.combine(parts["agreed"][1:])
+        reading = Reading(
+            norms=norms.units,
+            seen=norms.seen,
+            total_norm=norms.total if measured else None,
+            loss=float(parts["loss"][0]) / (scale if scaled_loss else 1.0) if "loss" in parts else None,
+            seconds=self._seconds + time.perf_counter() - start,
+            backwards=backwards,
+            began=start if self._began is None else self._began,
+            signal=signal,
+            weight=float(parts["weight"][0]) if "weight" in parts else None,
+            first_not_finite=first,
+            reached=any(i < self.norms.in_units for i in vector.indices),
+            finite=bool(np.isfinite(norms.total)) if finite is None else finite,
+        )
         self._seconds = 0.0
-        began = start if began is None else began
-        return Reading(norms.units, norms.seen, norms.total, loss, seconds, backwards, began, signal)
+        self.discard()
+        return reading
+
+    def _add_agreed(self, vector: StepVector) -> None:
+        """Append what all processes must know alike, since they decide alike: the number of backward passes (the fewest on
+        any), and where a forward was not finite (on any)."""
+        count = torch.tensor([-float(self._backwards)], device=self.norms.home)
+        agreed = count if self._probe is None else torch.cat([count, self._probe.values().to(self.norms.home)])
+        if is_distributed():
+            torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MAX)
+        vector.add("agreed", agreed)
+
+    def _all_finite(self) -> bool:
+        """Whether the gradients, which were not measured in the backward, are finite (after clipping, possibly)."""
+        norms, _ = self.norms.measure()
+        return bool(torch.isfinite(norms).all())
+
+    @property
+    def last_micro_batch(self) -> bool:
+        """Whether accelerate considers this the last micro-batch of the window; without accelerate always."""
+        return bool(self._state.sync_gradients)
+
+    def holds_unseen_gradient(self) -> bool:
+        """Whether the units hold a gradient although no backward was seen: it came about where it cannot be read."""
+        gradients = [p.grad for p in self.parameters[: self.norms.in_units] if p.grad is not None]
+        return any_nonzero(gradients)
 
     def _refuse_stale(self, vector: StepVector) -> None:
         """Raise SetupError if the vector does not describe the gradient that the optimizer is about to use."""
@@ -188,9 +190,9 @@ class GradientNorms:
                 "a layer was unfrozen): they are in no unit. Make them trainable before training begins, and freeze them "
                 "afterwards until they are needed"
             )
-        if not any(i < self.norms.in_units for i in vector.indices):
+        if not any(p.requires_grad for p in self.parameters[: self.norms.in_units]):
             raise SetupError(
-                "none of the decoder layers' trainable parameters got a gradient in this step: another adapter was made "
+                "none of the decoder layers' trainable parameters can get a gradient any more: another adapter was made "
                 "active, or they were frozen, after training began. Choose the adapter before train()"
             )
 
@@ -201,8 +203,16 @@ class GradientNorms:
 
     def discard(self) -> None:
         """Discard the backward passes since the last reading."""
+        self._forget()
+        self._began = None
+        self._marks.release()
+        if self._probe is not None:
+            self._probe.discard()
+
+    def _forget(self) -> None:
+        """Forget what the backward passes so far left behind: their gradients are gone."""
         self._pending, self._losses, self._weights, self.step_losses = None, [], [], []
-        self._backwards, self._began, self._mark = 0, None, 0
+        self._backwards, self._mark = 0, 0
         self.norms.discard()
         if self._signal is not None:
             self._signal.discard()
@@ -223,18 +233,26 @@ class GradientNorms:
         if self._began is None:
             self._began = time.perf_counter()
         if self._armed:  # the last backward was interrupted: drop its losses and read the next one
-            del self._losses[self._mark :], self._weights[self._mark :]
-            if self._signal is not None:
-                self._signal.cut()
-            self._armed = False
+            self._cut()
         loss = getattr(output, "loss", None)
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(_LossHook(self, tensor.detach()) if tensor is loss else self.arm)
+                # A copy: the loop may divide its loss in place.
+                tensor.register_hook(_LossHook(self, tensor.detach().clone()) if tensor is loss else self.arm)
+
+    def _cut(self) -> None:
+        """Drop the losses of the latest backward, which added nothing to the step's gradient."""
+        self._armed = False
+        del self._losses[self._mark :], self._weights[self._mark :]
+        if self._signal is not None:
+            self._signal.cut()
 
     def arm(self, grad: Tensor) -> None:
         """A backward has begun: ask the autograd engine for a callback at its end."""
         if not self._armed:
+            if self._backwards and self._marks.thrown_away():
+                self._forget()
+            self._marks.take()
             self._armed, self._mark = True, len(self._losses)
             if self._signal is not None:
                 self._signal.mark()
@@ -250,7 +268,11 @@ class GradientNorms:
 
     def after_reduction(self) -> None:
         """Measure the gradients as they are: once a backward is done, and (under DDP) reduced."""
+        if self._marks.unchanged():  # torch.autograd.grad, or a backward that reached nothing that is trained
+            self._cut()
+            return
         self._armed = False
+        self._marks.take()
         self._backwards += 1
         if not self._state.sync_gradients:
             return
@@ -261,15 +283,13 @@ class GradientNorms:
             self._events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
             self._events[0].record()
         norms, indices = self.norms.measure()
-        which = indices[0] if indices else 0
+        which = int(indices[0]) if len(indices) else 0
         self._measured = (which, self.parameters[which]._version)
         scale = self._scale(home)
         # A loop without accelerate gets here after each micro-batch; the vector of the last one counts.
-        vector = self._pending = StepVector(indices)
-        if self._signal is not None and self._backwards == self._accumulation:
-            self._seconds += self._signal.seconds
-            skips = self._scaler is not None and self._scaler.is_enabled()
-            vector.add("signal", self._signal.values(scale, skips).to(home))
+        before, vector = self._pending, StepVector(indices)
+        self._pending = vector
+        self._add_signal(vector, before, scale)
         vector.add("norms", norms)
         vector.add("scale", scale)
         if self._losses:
@@ -281,6 +301,18 @@ class GradientNorms:
             self._events[1].record()
         else:
             self._seconds += time.perf_counter() - start
+
+    def _add_signal(self, vector: StepVector, before: StepVector | None, scale: Tensor) -> None:
+        """Append the trigger's signal once the window is full; a further backward in the same step keeps or extends it."""
+        signal = self._signal
+        if signal is None or self._backwards < self._accumulation:
+            return
+        kept = None if before is None else before.part("signal")
+        if kept is None or signal.extends:
+            self._seconds += signal.seconds
+            skips = self._scaler is not None and self._scaler.is_enabled()
+            kept = signal.values(scale, skips).to(self.norms.home)
+        vector.add("signal", kept)
 
     def _scale(self, device: torch.device) -> Tensor:
         """The loss scale used in this backward, shape (1,), without a host sync."""
@@ -305,33 +337,9 @@ class _LossHook:
         self.reader.note_weighted(self.loss, grad)
 
 
-def _looks_scaled(weight: float, backwards: int) -> bool:
-    """Whether the weight of a step's loss is a power of two as large as a loss scale.
-
-    Without a scaler, the weight is 1 for a mean over the step, the number of micro-batches for their sum, and either of them
-    times the number of processes if DDP's average has to be undone (as the Trainer does for a mean over all tokens).
-    """
-    world = world_size()
-    if any(math.isclose(weight, usual, rel_tol=1e-6) for usual in (backwards, world, backwards * world)):
-        return False
-    return weight >= 256 and abs(math.log2(weight) - round(math.log2(weight))) < 1e-6
-
-
 def queue_callback(function: Any) -> None:
     """Have the autograd engine call `function` at the end of the running backward."""
     torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors in a model's output: loss, logits, and hidden states if they were requested."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, (tuple, list)):
-        for value in output:
-            yield from _tensors(value)
 
 
 def _drop_leftovers(model: nn.Module) -> None:

@@ -5,6 +5,7 @@ Problems with these files are reported clearly and never stop the training.
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Sequence
@@ -15,13 +16,11 @@ import numpy as np
 
 from ..backends.units import Unit
 from ..control.controller import Bools, Decision, Floats
-from ..control.triggers import TRIGGERS
 from ..files import free_name, write_json
 from ..trace.file import TraceError, TraceWriter, read_trace
 from ..trace.metrics import summarise
 from .census import summary_in_words
-from .gradients import Reading
-from .signals import SIGNALS
+from .reading import Reading
 
 TRACE_FILE = "trace.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -106,6 +105,8 @@ class Journal:
         }
         if reading.signal is not None:
             record["signal"] = reading.signal.tolist()
+        if reading.first_not_finite is not None:
+            record["first_not_finite"] = reading.first_not_finite
         try:
             self._writer.write(record)
         except OSError as error:
@@ -161,37 +162,23 @@ class OddWindows:
 
 
 def say_not_finite(step: int, units: Sequence[Unit], reading: Reading, withheld: bool) -> None:
-    """Report gradients that are not finite, and an update that was withheld because of them."""
+    """Report gradients that are not finite, an update that was withheld because of them, and a loss that is not finite."""
+
+    def short(unit: Unit) -> str:
+        return str(unit.layer) if unit.name.endswith(f".{unit.layer}") else unit.name
+
     bad = [units[i] for i in np.flatnonzero(~np.isfinite(reading.norms) & reading.seen).tolist()]
+    update = "; the optimizer's update was withheld" if withheld else ""
     if bad or withheld:
-        names = ", ".join(str(u.layer) if u.name.endswith(f".{u.layer}") else u.name for u in bad[:8])
-        names += ", …" if len(bad) > 8 else ""
+        names = ", ".join(map(short, bad[:8])) + (", …" if len(bad) > 8 else "")
         place = f"in layer{'s' if len(bad) > 1 else ''} {names}" if bad else "outside the layers"
-        update = "; the optimizer's update was withheld" if withheld else ""
-        say(f"step {step}: gradient not finite {place}{update}")
-
-
-def say_out_of_reach(units: Sequence[Unit], idle: Bools, reading: Reading, trigger: str) -> None:
-    """Report, after the first step, the trained units that the controller cannot help."""
-
-    def names(mask: Bools) -> str:
-        chosen = [units[i].name for i in np.flatnonzero(mask).tolist()]
-        return f"{len(chosen)} of {len(units)} units ({', '.join(chosen[:4])}{', …' if len(chosen) > 4 else ''})"
-
-    unused = idle & reading.seen
-    if unused.any():
-        say(
-            f"LIFTING CHANGES NOTHING for {names(unused)}: they are trained, but their switched modules did not run in the "
-            "first step (something reads their weights without calling the modules' forward). They may still take seats"
-        )
-    if reading.signal is not None:
-        unranked = np.isnan(reading.signal) & reading.seen & np.isfinite(reading.norms)
-        if unranked.any():
-            why = SIGNALS[str(TRIGGERS[trigger].signal)].without
-            say(
-                f"NO SIGNAL of trigger {trigger!r} from {names(unranked)}: it will not lift them"
-                + (f". ({why})" if why else "")
-            )
+        if reading.total_norm is None:
+            place = "(the step's last micro-batch had no backward: not measured by layer)"
+        first = reading.first_not_finite
+        origin = "" if first is None else f"; the forward of {short(units[first])} was the first that was not finite"
+        say(f"step {step}: gradient not finite {place}{origin}{update}")
+    elif reading.loss is not None and not math.isfinite(reading.loss):
+        say(f"step {step}: loss {reading.loss}, with finite gradients; the update was made")
 
 
 def say(text: str) -> None:

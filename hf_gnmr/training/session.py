@@ -1,17 +1,12 @@
 """One controlled training, whatever drives it: the callback under a Trainer, or a custom loop.
 
     session = GNMRSession(model, total_steps=1000, gradient_accumulation_steps=4, output_dir="out")
-    for batch in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(model(**batch).loss)
-            if accelerator.sync_gradients:
-                session.observe()                                  # after the backward, before clipping
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            if accelerator.sync_gradients:
-                session.decide(skipped=accelerator.optimizer_step_was_skipped)
-            optimizer.zero_grad()
-    session.close()
+    ...                                    # in each optimizer step:
+    session.observe()                      # after its last backward, before clipping
+    optimizer.step()
+    session.decide(skipped=accelerator.optimizer_step_was_skipped)
+    ...
+    session.close()                        # examples/accelerate_loop.py is a complete loop
 
 Paths change only in `decide`, so all micro-batches of a step, and the recomputation of checkpointed layers, use the same
 choice.
@@ -19,7 +14,6 @@ choice.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 import uuid
@@ -33,12 +27,16 @@ from torch import Tensor, nn
 from ..config import ConfigError, GNMRConfig, SetupError
 from ..control.controller import Decision, Trigger
 from ..trace.metrics import step_scalars
+from . import checks
 from .census import census_lines, take_census, trace_header
-from .checks import one_process_of_several, refuse_unreduced_gradients, scaler_missing
-from .distributed import is_distributed
-from .gradients import GradientNorms, Reading
-from .journal import TRACE_FILE, Journal, OddWindows, say, say_not_finite, say_out_of_reach, write_summary
+from .distributed import is_distributed, world_size
+from .first_steps import FirstSteps
+from .forwards import ForwardProbe
+from .gradients import GradientNorms
+from .journal import TRACE_FILE, Journal, say, say_not_finite, write_summary
 from .options import Options, make_config, signature_with_settings, split_settings, take_over, trigger_over
+from .reading import Reading
+from .resuming import GlobalBatch, ResumeHistory, check_setup
 from .signals import SIGNALS
 
 
@@ -54,8 +52,12 @@ class GNMRSession:
         gradient_accumulation_steps: micro-batches in a full window; shorter and longer windows do not count as steps.
         scaler: the gradient scaler in use (`accelerator.scaler`), or None.
         output_dir: folder for `trace.jsonl` and `summary.json`; None: neither is written.
-        reduced: with several processes, accept a model that is not wrapped in DDP: the caller guarantees that gradients
-            are averaged by the end of the backward (a Trainer's callback gets the model below DDP).
+        reduced: set by a Trainer's callback, which gets the model below DDP: gradients are averaged by the end of the
+            backward, and the scaler is known.
+        rows_per_micro_batch: rows of a micro-batch on this process; stored, so that a run that is resumed with another
+            number of rows per step is refused. None: unknown, only micro-batches and processes are compared.
+        resume_history: "continue" the history of the state that is loaded, or start a "new" one, e.g. because a step now
+            has another number of rows.
 
     Raises:
         ConfigError: an invalid setting.
@@ -73,6 +75,8 @@ class GNMRSession:
         scaler: Any = None,
         output_dir: str | os.PathLike[str] | None = None,
         reduced: bool = False,
+        rows_per_micro_batch: int | None = None,
+        resume_history: ResumeHistory = "continue",
         **settings: Any,
     ) -> None:
         of_options, thresholds = split_settings(settings, type(self).__name__)
@@ -82,14 +86,9 @@ class GNMRSession:
         self.config = make_config(config, thresholds, type(self).__name__)
         self.total_steps, self.accumulation = total_steps, gradient_accumulation_steps
         self.trace: Path | None = None if output_dir is None else Path(output_dir) / TRACE_FILE
-        if isinstance(total_steps, bool) or not (total_steps is None or (isinstance(total_steps, int) and total_steps > 0)):
-            raise ConfigError(f"total_steps={total_steps!r}: expected a whole number above 0, or None")
-        if isinstance(gradient_accumulation_steps, bool) or not (
-            isinstance(gradient_accumulation_steps, int) and gradient_accumulation_steps > 0
-        ):
-            raise ConfigError(
-                f"gradient_accumulation_steps={gradient_accumulation_steps!r}: expected a whole number above 0"
-            )
+        checks.check_arguments(total_steps, gradient_accumulation_steps, rows_per_micro_batch, resume_history)
+        self.batch = GlobalBatch(rows_per_micro_batch, gradient_accumulation_steps, world_size())
+        self.resume_history = resume_history
         self.main_process = not is_distributed() or torch.distributed.get_rank() == 0
         self.decision: Decision | None = None
         """The latest decision; None before the first step."""
@@ -106,21 +105,25 @@ class GNMRSession:
         """What `observe` fetched and `decide` has not used yet."""
         self._micro_batches = 0
         self._withheld = False
-        self._closed = self._looked = False
-        self._windows = OddWindows(gradient_accumulation_steps)
+        self._closed = False
         if not reduced:
-            refuse_unreduced_gradients(model)
+            checks.refuse_unreduced_gradients(model)
         self.units, self.backend, self.config = take_over(model, self.config, options)
         try:
             self.controller: Trigger = trigger_over(self.units, self.backend, self.config, options, total_steps)
             self.signal = SIGNALS[self.controller.signal](self.units) if self.controller.signal else None
-            self._gradients = GradientNorms(model, self.units, scaler, self.signal, gradient_accumulation_steps)
+            scaled = scaler is not None and scaler.is_enabled()
+            # With a scaler, overflows are routine and skipped: nobody asks where they began.
+            probe = ForwardProbe(self.units) if self.backend.changes_forward and not scaled else None
+            self._gradients = GradientNorms(model, self.units, scaler, self.signal, gradient_accumulation_steps, probe)
             self.backend.reserve(self.controller.most_active())
             self._switch()
         except BaseException:
             self.backend.remove()
             raise
-        self._scaled = scaler is not None and scaler.is_enabled()
+        self._scaled = scaled
+        known = reduced or scaler is not None
+        self._first = FirstSteps(model, self.units, self.accumulation, scaler_known=known, reports=lambda: self.main_process)
 
     def _switch(self) -> None:
         """Apply the controller's choice for the coming step."""
@@ -136,12 +139,11 @@ class GNMRSession:
         self._begun = True
         if not self.main_process:
             return
-        census = take_census(self.units, self.backend, self.controller)
-        census["trainable_parameters_elsewhere"] = self._gradients.elsewhere
-        census["trigger_bytes"] = 0 if self.signal is None else self.signal.state_bytes
+        bytes_of_signal = 0 if self.signal is None else self.signal.state_bytes
+        census = take_census(self.units, self.backend, self.controller, self._gradients.elsewhere, bytes_of_signal)
         for line in census_lines(census, self.backend):
             print(line, flush=True)
-        for warning in (one_process_of_several(), scaler_missing(self._scaled)):
+        for warning in (checks.one_process_of_several(), checks.scaler_missing(self._scaled)):
             if warning is not None:
                 say(warning)
         if self.trace is not None:
@@ -158,28 +160,35 @@ class GNMRSession:
             micro_batches: how many the step had; None: as many as there were backward passes.
 
         Raises:
-            SetupError: no gradient was seen.
+            SetupError: the gradient came about where it cannot be read, or the first steps had no backward at all.
         """
-        if self._closed:
-            raise SetupError("this GNMRSession is closed: make a new one for another training")
+        self._refuse_closed()
         if self.reading is not None:
             raise SetupError("observe() a second time without decide(): call decide() after each optimizer step")
         if not self._begun:
             self.begin()
-        reading = self.reading = self._gradients.read()
+        losses = self._gradients.step_losses
+        reading = self._gradients.read()
         if reading is None:
-            raise SetupError(
-                f"no gradient was seen at step {self.steps_done + 1}: the loss does not come from the outputs of the given "
-                "model (a custom compute_loss that calls an inner module?), the model was not in training mode, accelerate "
-                "does not consider this the last micro-batch (GradientState), or there is a second GNMRCallback. Compute "
-                "the loss from model(**inputs) after model.train(), so that the unclipped gradient can be read"
-            )
+            reading = self._without_backward(losses)
+        self.reading = reading
         self._micro_batches = reading.backwards if micro_batches is None else micro_batches
-        if not self._scaled and not math.isfinite(reading.total_norm):
+        if not self._scaled and not reading.finite:
             # A scaler would skip this update. Without one the optimizer would write NaN into every parameter it
             # touches (clipping spreads one bad layer to all), and no later step would be finite again.
             self._withheld = self._gradients.drop_gradients()
         return reading
+
+    def _without_backward(self, losses: list[Tensor]) -> Reading:
+        """The reading of a step in which no backward was seen: a batch that the loop skipped.
+
+        Raises:
+            SetupError: there was one that cannot be seen, or there was none in any of the first steps.
+        """
+        unseen = not self._gradients.last_micro_batch or self._gradients.holds_unseen_gradient()
+        if unseen or not self._first.may_lack_backward():
+            raise checks.no_gradient_seen(self.steps_done + 1)
+        return Reading.of_nothing(len(self.units), losses)
 
     def decide(self, *, skipped: bool = False) -> Decision | None:
         """Choose the units for the next step and switch to them; call it after the optimizer's step.
@@ -190,35 +199,27 @@ class GNMRSession:
         Returns:
             The decision; None if the step did not count for the controller (skipped, or a window of another length).
         """
-        if self._closed:
-            raise SetupError("this GNMRSession is closed: make a new one for another training")
+        self._refuse_closed()
         if self.reading is None:
             raise SetupError("decide() without observe(): call observe() after the backward, before clipping")
         start = time.perf_counter()
         reading, active = self.reading, self.controller.active
         self.reading = None  # read only once, whatever fails from here on
-        reason = None
         # Under a scaler, fused optimizers (the Trainer's default is one) skip by themselves, and accelerate then reports the
         # step as done. The reading shows what the scaler saw.
-        if skipped or (self._scaled and not math.isfinite(reading.total_norm)):
-            reason = "loss scaler skipped the update"
-        elif self._micro_batches != self.accumulation:
-            reason = f"window of {self._micro_batches} micro-batches instead of {self.accumulation}"
+        skipped = skipped or (self._scaled and not reading.finite)
+        reason = checks.why_no_step(skipped, self._micro_batches, reading.backwards, self.accumulation)
         decision = None
         measured = self.backend.step_figures()
         if reason is None:
-            decision = self.decision = self.controller.step(reading.norms, reading.seen, reading.signal)
+            decision = self.decision = self.controller.step(
+                reading.norms, reading.seen, reading.signal, first_not_finite=reading.first_not_finite
+            )
             self._switch()
         end = time.perf_counter()
         self.steps_done += 1
-        if self.main_process:
-            # With a loss scaler, overflows are routine, and the scaler skips the update.
-            if not self._scaled:
-                say_not_finite(self.steps_done, self.units, reading, self._withheld)
-            self._windows.saw(self._micro_batches)
-            if decision is not None and not self._looked:
-                self._looked = True
-                say_out_of_reach(self.units, self.backend.idle(), reading, self.options.trigger)
+        if self.main_process and not self._scaled:  # with a loss scaler, overflows are routine
+            say_not_finite(self.steps_done, self.units, reading, self._withheld)
         self._shown = {} if decision is None else step_scalars(decision, active, int(self.backend.recoverable.sum()))
         if self._journal is not None:
             self._journal.step(
@@ -235,16 +236,20 @@ class GNMRSession:
                 more=measured,
             )
         self._withheld = False
+        self._first.saw(self.steps_done, reading, self._micro_batches, reason)
+        if decision is not None:
+            self._first.decided(self.backend.idle, reading, self.options.trigger)
         return decision
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise SetupError("this GNMRSession is closed: make a new one for another training")
 
     def close(self) -> dict[str, Any] | None:
         """End the training: restore the model, write the summary next to the trace and return it; may be called twice."""
         journal, unread = self._journal, self._gradients.unread
         if unread and not self.steps_done and not self._closed:
-            warnings.warn(
-                f"GNMRSession: {unread} backward passes but no observe(): nothing was monitored or switched",
-                stacklevel=2,
-            )
+            warnings.warn(f"GNMRSession: {unread} backward passes but no observe(): nothing was monitored", stacklevel=2)
         self.detach()
         if journal is not None:
             self.summary = write_summary(journal.path, self.steps_done)
@@ -267,7 +272,7 @@ class GNMRSession:
     def note_loss(self, loss: Tensor) -> None:
         """Report a micro-batch's loss as it enters the backward; the trace records it if the model's own loss output takes
         no part in the backward (a loss computed outside the model)."""
-        self._gradients.step_losses.append(loss.detach())
+        self._gradients.step_losses.append(loss.detach().clone())  # the loop may divide it in place
 
     def scalars(self) -> dict[str, float]:
         """The latest step's figures, for a logger.
@@ -297,28 +302,35 @@ class GNMRSession:
             ConfigError: the state of a run with other settings or units.
         """
         self.resume(int(state["steps_done"]), state["controller"], state["run_id"], state["setup"])
-        if self.signal is not None:
+        if self.signal is not None and self.resume_history == "continue":
             self.signal.load_tensors(state.get("signal", {}))
 
     def setup(self) -> dict[str, Any]:
         """What a history depends on besides the controller's own settings: a resumed run must have the same."""
         return {
             "layers": [unit.layer for unit in self.units],
-            "gradient_accumulation_steps": self.accumulation,
+            **self.batch.to_dict(),
             **self.backend.identity(),
         }
 
     def resume(
         self, step: int, controller: dict[str, Any] | None, run_id: str | None, setup: dict[str, Any] | None = None
     ) -> None:
-        """Continue after optimizer step `step`, with the controller's state and in the trace of run `run_id`, if given."""
-        if controller is not None:
-            for name, value in self.setup().items():
-                if setup is not None and setup.get(name) != value:
-                    raise ConfigError(
-                        f"the checkpoint was written with {name}={setup.get(name)!r}, this run has {value!r}: resume with "
-                        "the model and settings of the checkpoint, or start from scratch"
-                    )
+        """Continue after optimizer step `step`, with the controller's state and in the trace of run `run_id`, if given.
+
+        Raises:
+            ConfigError: the state of a run with other settings or units, or with steps of another size; with
+                resume_history="new" no state is used.
+        """
+        if controller is not None and self.resume_history == "new":
+            self.controller.pass_over(int(controller.get("steps_done", step)))
+            self._switch()
+            if self.main_process:
+                say(f"resumed at step {step} with a new history (resume_history='new')")
+        elif controller is not None:
+            warning = check_setup(setup, self.setup(), self.batch)
+            if warning is not None and self.main_process:
+                warnings.warn(warning, stacklevel=3)
             self.controller.load_state_dict(controller)
             self._switch()
         self.discard()

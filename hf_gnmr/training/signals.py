@@ -42,6 +42,8 @@ class Signal(ABC):
     name: ClassVar[str]
     without: ClassVar[str] = ""
     """Why a unit may have no signal, in words for the user."""
+    extends: ClassVar[bool] = False
+    """Whether `values` may be called again after one more backward of the same step, and then covers all of them."""
     seconds: float = 0.0
     """Time spent in hooks since the last `values` (host time; kernel time on an accelerator is not included)."""
 
@@ -111,6 +113,7 @@ class Gsnr(Signal):
     def __init__(self, units: Sequence[Unit]) -> None:
         self._parameters = [p for unit in units for p in unit.parameters]
         self._segments = np.cumsum([0] + [len(unit.parameters) for unit in units])[:-1]
+        self._unit_of = [index for index, unit in enumerate(units) for _ in unit.parameters]
         self._numel = np.array([p.numel() for p in self._parameters], dtype=np.float64)
         self._mean = [torch.zeros_like(p, dtype=torch.float32) for p in self._parameters]
         self._spread = [torch.zeros_like(p, dtype=torch.float32) for p in self._parameters]
@@ -127,9 +130,12 @@ class Gsnr(Signal):
             return sums.flatten()
         gradients: list[Any] = [self._parameters[i].grad for i in present]
         norms = torch.stack([n.to(home) for n in torch._foreach_norm(gradients, 2, torch.float32)])
-        finite = torch.isfinite(norms)
+        # A unit whose gradient is exactly zero is not observed in this step.
+        units = torch.tensor([self._unit_of[i] for i in present], device=home)
+        seen = torch.zeros(len(self._segments), device=home).index_add_(0, units, norms) != 0
+        finite = torch.isfinite(norms) & seen[units]
         if skips:  # a loss scaler skips the whole update
-            finite = finite & finite.all()
+            finite = finite & torch.isfinite(norms).all()
         sums[1, torch.tensor(present, device=home)] = finite.float()
         if home.type == "cpu":
             present = [i for i, good in zip(present, finite.tolist(), strict=True) if good]
@@ -215,6 +221,7 @@ class Jacobian(Signal):
     """Gain of each unit in the backward, measured by full backward hooks on its module."""
 
     name = "jacobian"
+    extends = True
     without = "jacobian needs a gradient at the unit's input; units that read frozen embeddings have none"
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -246,7 +253,6 @@ class Jacobian(Signal):
                 for kept in sides
             ]
         )
-        self.discard()
         if is_distributed():  # every rank must choose the same units
             torch.distributed.all_reduce(squares)
         return squares

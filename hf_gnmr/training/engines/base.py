@@ -34,7 +34,7 @@ class Norms:
     units: Floats
     """L2 norm of each unit's gradient; 0 for units without one."""
     seen: Bools
-    """Units of which at least one parameter had a gradient."""
+    """Units whose norm is not exactly 0: the others had no gradient, or one of zeros."""
     total: float
     """L2 norm over all trainable parameters."""
 
@@ -82,11 +82,11 @@ class UnitNorms(ABC):
         return sum(p.numel() for p in self.parameters[self.in_units :])
 
     @abstractmethod
-    def measure(self) -> tuple[Tensor, list[int]]:
+    def measure(self) -> tuple[Tensor, Sequence[int]]:
         """Norms of the existing gradients, fp32, on `home`, without a host sync, and the indices of their parameters."""
 
     @abstractmethod
-    def combine(self, norms: Floats, indices: list[int], scale: float) -> Norms:
+    def combine(self, norms: Floats, indices: Sequence[int], scale: float) -> Norms:
         """Combine the measured norms per unit, on the host.
 
         Args:
