@@ -139,7 +139,7 @@ SCALARS: tuple[Scalar, ...] = (
     Scalar("saved_tokens", "tokens whose activations were saved; nan where the backend counts none"),
     Scalar(
         "grad_norm",
-        "gradient norm of all parameters, before clipping",
+        "gradient norm of all parameters, before clipping; nan where it could not be read",
         (
             Figure(
                 "gss_max",
@@ -153,6 +153,10 @@ SCALARS: tuple[Scalar, ...] = (
         "recovery_bytes",
         "ΔM of the step: bytes that the recovery path added",
         (Figure("peak_recovery_bytes", peak_or_zero, after="gss_max", row=Row("ΔM, peak bytes", after="mean_dwell")),),
+    ),
+    Scalar(
+        "first_not_finite",
+        "the first unit whose own forward gave values that are not finite; nan where none did or it is unknown",
     ),
     Scalar("alpha", "threshold α in force; nan on lines that do not count"),
     Scalar("beta", "threshold β in force; nan on lines that do not count, and where Δ-GNMR is off"),

@@ -96,7 +96,9 @@ def replay(series: Series, changes: Mapping[str, Any] | None = None, *, recorded
             continue
         signal = None if trigger.signal is None else series.signal[line]
         scores = (series.gnmr[line], series.delta_gnmr[line]) if scores_recorded else None
-        decision = trigger.step(series.norms[line], series.seen[line], signal, scores)
+        first = series.first_not_finite[line]
+        first_not_finite = None if np.isnan(first) else int(first)
+        decision = trigger.step(series.norms[line], series.seen[line], signal, scores, first_not_finite)
         gnmr[line], delta[line], risk[line] = decision.gnmr, decision.delta_gnmr, decision.risk
         alpha[line], beta[line] = decision.alpha, np.nan if decision.beta is None else decision.beta
         triggered[line] = decision.triggered

@@ -174,6 +174,9 @@ class _Lines:
             row["loss_given"] = record["loss"] is not None
             for name in SETS:
                 row[name] = self._set(name, record[name])
+            first = record.get("first_not_finite")
+            if first is not None and not (type(first) is int and 0 <= first < self.count):
+                raise ValueError(f"first_not_finite={first!r}: expected a unit index from 0 to {self.count - 1}")
             reason, step = record["skipped"], record["step"]
             if isinstance(step, bool) or not self._last < step < 2**62:
                 raise ValueError(f"step={step!r}: expected a step after step {self._last}")

@@ -105,7 +105,7 @@ class FirstSteps:
         return f"{'decoder layers' if layers else 'units'} {', '.join(names)}{', …' if len(chosen) > 8 else ''}"
 
     def _advice(self) -> str:
-        if getattr(base_model(self._model), "is_gradient_checkpointing", False):
+        if any(getattr(module, "gradient_checkpointing", False) for module in base_model(self._model).modules()):
             return (
                 "gradient checkpointing is on, and in its reentrant form it cuts the graph where no input requires a "
                 "gradient. Call model.enable_input_require_grads() before training, or use "

@@ -24,6 +24,7 @@ from ...control.monitor import Bools
 from ..base import Backend, BackendOptions, BasePlan, Seats, Way, check_eval_path
 from ..units import Unit, base_model, canonical, in_adapter
 from .originals import Originals, find_originals
+from .scales import refuse_broken_scales, warn_of_zeros
 from .stores import STORES
 from .stores.base import PlannedWeights, Store, SwitchedBase
 from .switchable import PathSwitch, SwitchableLinear8bitLt, make_plain_8bit, make_switchable, restore_plain
@@ -155,6 +156,10 @@ class Int8Backend(Backend):
                     "the scales of the 8-bit weights are lost: PEFT's DoRA drops them in a plain forward on a CPU (an "
                     "evaluation before or between trainings). Load the model again and train before evaluating"
                 )
+
+        refuse_broken_scales({names[m]: m for m in base.modules() if type(m) is bnb.nn.Linear8bitLt})
+        if not kind.originals_used:
+            warn_of_zeros(by_name)
 
         def find(cast: bool) -> Originals:
             return find_originals(base, by_name, options.recovery_source, cast=cast)
