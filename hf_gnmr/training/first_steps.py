@@ -11,11 +11,9 @@ from torch import nn
 from ..backends.units import Unit, base_model
 from ..config import SetupError
 from ..control.controller import Bools
-from ..control.triggers import TRIGGERS
 from .distributed import world_size
-from .journal import OddWindows, say
+from .journal import OddWindows, say, say_out_of_reach
 from .reading import Reading
-from .signals import SIGNALS
 
 STEPS = 3
 """Steps after which something that was wrong in each of them is reported."""
@@ -146,26 +144,3 @@ def looks_scaled(weight: float) -> bool:
     if not math.isfinite(weight) or weight < 256 or math.isclose(weight, world_size(), rel_tol=1e-6):
         return False
     return abs(math.log2(weight) - round(math.log2(weight))) < 1e-6
-
-
-def say_out_of_reach(units: Sequence[Unit], idle: Bools, reading: Reading, trigger: str) -> None:
-    """Report, after the first step, the trained units that the controller cannot help."""
-
-    def names(mask: Bools) -> str:
-        chosen = [units[i].name for i in np.flatnonzero(mask).tolist()]
-        return f"{len(chosen)} of {len(units)} units ({', '.join(chosen[:4])}{', …' if len(chosen) > 4 else ''})"
-
-    unused = idle & reading.seen
-    if unused.any():
-        say(
-            f"LIFTING CHANGES NOTHING for {names(unused)}: they are trained, but their switched modules did not run in the "
-            "first step (something reads their weights without calling the modules' forward). They may still take seats"
-        )
-    if reading.signal is not None:
-        unranked = np.isnan(reading.signal) & reading.seen & np.isfinite(reading.norms)
-        if unranked.any():
-            why = SIGNALS[str(TRIGGERS[trigger].signal)].without
-            say(
-                f"NO SIGNAL of trigger {trigger!r} from {names(unranked)}: it will not lift them"
-                + (f". ({why})" if why else "")
-            )

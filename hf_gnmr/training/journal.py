@@ -16,11 +16,13 @@ import numpy as np
 
 from ..backends.units import Unit
 from ..control.controller import Bools, Decision, Floats
+from ..control.triggers import TRIGGERS
 from ..files import free_name, write_json
 from ..trace.file import TraceError, TraceWriter, read_trace
 from ..trace.metrics import summarise
 from .census import summary_in_words
 from .reading import Reading
+from .signals import SIGNALS
 
 TRACE_FILE = "trace.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -179,6 +181,29 @@ def say_not_finite(step: int, units: Sequence[Unit], reading: Reading, withheld:
         say(f"step {step}: gradient not finite {place}{origin}{update}")
     elif reading.loss is not None and not math.isfinite(reading.loss):
         say(f"step {step}: loss {reading.loss}, with finite gradients; the update was made")
+
+
+def say_out_of_reach(units: Sequence[Unit], idle: Bools, reading: Reading, trigger: str) -> None:
+    """Report, after the first step, the trained units that the controller cannot help."""
+
+    def names(mask: Bools) -> str:
+        chosen = [units[i].name for i in np.flatnonzero(mask).tolist()]
+        return f"{len(chosen)} of {len(units)} units ({', '.join(chosen[:4])}{', …' if len(chosen) > 4 else ''})"
+
+    unused = idle & reading.seen
+    if unused.any():
+        say(
+            f"LIFTING CHANGES NOTHING for {names(unused)}: they are trained, but their switched modules did not run in the "
+            "first step (something reads their weights without calling the modules' forward). They may still take seats"
+        )
+    if reading.signal is not None:
+        unranked = np.isnan(reading.signal) & reading.seen & np.isfinite(reading.norms)
+        if unranked.any():
+            why = SIGNALS[str(TRIGGERS[trigger].signal)].without
+            say(
+                f"NO SIGNAL of trigger {trigger!r} from {names(unranked)}: it will not lift them"
+                + (f". ({why})" if why else "")
+            )
 
 
 def say(text: str) -> None:
