@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 
 import numpy as np
@@ -143,6 +144,32 @@ def test_gradients_of_experts_are_read_separately_and_unused_ones_are_not_read()
     whole = GradientNorms(model, find_experts(model))
     step(model)
     assert whole.read().norms[0] == pytest.approx(float(np.sqrt(np.square(reading.norms[:4]).sum())), rel=1e-6)
+
+
+@pytest.mark.parametrize("parts", ["all", "every other one", "in reverse order"])
+def test_slices_are_measured_by_one_norm_a_tensor(parts, monkeypatch):
+    """As many calls as tensors, whatever the number of experts; the same numbers as slice by slice."""
+    model = mixtral()
+    units = find_experts(model, each=True)
+    if parts == "every other one":
+        units = [dataclasses.replace(unit, index=i) for i, unit in enumerate(units[::2])]
+    elif parts == "in reverse order":
+        units = [dataclasses.replace(unit, index=i) for i, unit in enumerate(units[::-1])]
+    calls, norm = [], torch.linalg.vector_norm
+
+    def counted(gradient, *args, **kwargs):
+        calls.append(gradient.shape)
+        return norm(gradient, *args, **kwargs)
+
+    monkeypatch.setattr(torch.linalg, "vector_norm", counted)
+    norms = GradientNorms(model, units)
+    _, grads = step(model)
+    reading = norms.read()
+    assert len(calls) == 2 * 2, "gate_up_proj and down_proj of two layers"
+    for unit in units:
+        slices = [grads[f"model.layers.{unit.layer}.mlp.experts.{n}"][unit.part] for n in ("gate_up_proj", "down_proj")]
+        expected = torch.stack(torch._foreach_norm(slices, 2, torch.float32)).double().norm()
+        assert reading.norms[unit.index] == pytest.approx(float(expected), rel=1e-6)
 
 
 def test_a_training_shows_which_experts_were_lifted_and_leaves_unused_ones_alone(trainer_for, tmp_path):

@@ -9,6 +9,8 @@ from conftest import load_int8, token_rows, trace_lines, with_lora
 from transformers import Trainer, TrainerCallback
 
 from hf_gnmr import GNMRCallback, GNMRSession, SetupError
+from hf_gnmr.trace.replay import replay
+from hf_gnmr.trace.series import read_series
 from hf_gnmr.training.mixin import GNMRTrainer
 
 ROW = token_rows(1)
@@ -412,6 +414,9 @@ def test_if_no_norm_is_finite_the_layer_whose_forward_failed_is_lifted(
     assert lines[2]["first_not_finite"] == culprit and lines[2]["update_withheld"]
     assert lines[3]["active"] == [culprit]
     assert all("first_not_finite" not in line for line in (lines[0], lines[1], lines[3], lines[4]))
+    series = read_series(tmp_path / "run")
+    again = replay(series, recorded_trigger=True)
+    assert np.array_equal(again.active, series.active) and np.array_equal(again.triggered, series.triggered)
     out = capsys.readouterr().out
     assert f"the forward of {culprit} was the first that was not finite" in out
 

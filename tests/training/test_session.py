@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from hf_gnmr import ConfigError, GNMRCallback, GNMRSession, SetupError, last_checkpoint
 from hf_gnmr.backends.bnb.switchable import SwitchableLinear8bitLt
-from hf_gnmr.training import gradients
+from hf_gnmr.training.first_steps import looks_scaled
 from hf_gnmr.training.options import Options
 
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "accelerate_loop.py"
@@ -205,27 +205,12 @@ def test_options_are_given_in_one_way_only():
         GNMRSession(torch.nn.Module(), options=Options(), backend="none")
 
 
-def test_a_scaler_that_was_not_given_is_detected(tiny):
-    model = with_lora(load_int8(tiny)).train()
-    session = new_session(model, gradient_accumulation_steps=2)
-    for i in range(2):
-        (model(**BATCHES[i]).loss / 2 * 65536).backward()
-    with pytest.raises(SetupError, match=r"multiplied by 65536, as by a loss scaler.*Pass scaler="):
-        session.observe()
-    session.detach()
-    session = new_session(model)
-    model.zero_grad()
-    (model(**BATCHES[0]).loss * 1000).backward()  # a custom factor is allowed
-    session.observe()
-    session.detach()
-
-
-def test_sums_over_many_micro_batches_and_processes_are_not_taken_for_a_loss_scale(monkeypatch):
-    assert gradients._looks_scaled(65536.0, 4) and gradients._looks_scaled(1024.0, 1)
-    assert not gradients._looks_scaled(256.0, 256), "256 micro-batches, summed"
-    monkeypatch.setattr("hf_gnmr.training.gradients.world_size", lambda: 512)
-    assert not gradients._looks_scaled(512.0, 1), "a mean over all tokens on 512 processes"
-    assert not gradients._looks_scaled(2048.0, 4) and gradients._looks_scaled(65536.0, 4)
+def test_powers_of_two_look_scaled_and_sums_over_processes_do_not(monkeypatch):
+    assert looks_scaled(65536.0) and looks_scaled(1024.0)
+    assert not looks_scaled(300.0) and not looks_scaled(128.0)
+    assert not looks_scaled(float("inf")) and not looks_scaled(float("nan")) and not looks_scaled(0.0)
+    monkeypatch.setattr("hf_gnmr.training.first_steps.world_size", lambda: 512)
+    assert not looks_scaled(512.0), "a mean over all tokens on 512 processes"
 
 
 def test_an_order_in_which_nothing_can_be_protected_is_refused(tiny):
