@@ -1,4 +1,4 @@
-"""One recipe, one run: ``accelerate launch -m hf_gnmr.train RECIPE [section.key=value ...]``.
+"""One recipe, one run: ``accelerate launch RECIPE [section.key=value ...]``, or ``python -m hf_gnmr.train RECIPE …``.
 
 A run has four stages: check, data, model, run.  Errors that can be detected early are reported, in one line, before the
 weights are loaded: those of the recipe, the output folder, the data and the model's configuration.  Nothing in the output
@@ -23,13 +23,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from .backends import BACKENDS
 from .config import ConfigError, SetupError
-from .files import FileError, free_name, write_json, write_text
+from .files import FileError, free_name, write_json
 from .run.environment import environment, environment_in_words, peak_memory
 from .run.folder import OutputFolder
 from .run.models import load_adapter
 from .run.prepare import TrainingData, find_model, kind_of, prepare_model, prepare_tokenizer
 from .run.recipe import find_recipe, load_recipe
 from .run.sections import Recipe, RecipeError
+from .script import write_script
 from .trace.lifted import LiftedRecord
 from .training.callback import GNMRCallback
 from .training.checks import refuse_training_settings
@@ -175,7 +176,7 @@ class Record(TrainerCallback):
         for name in ("recipe.yaml", "environment.json"):
             if (folder / name).exists():  # from the run that is resumed
                 os.replace(folder / name, free_name(folder / name))
-        write_text(folder / "recipe.yaml", self.recipe.to_yaml())
+        write_script(folder / "recipe.yaml", self.recipe.to_yaml())
         write_json(folder / "environment.json", environment(args, self.data))
 
 

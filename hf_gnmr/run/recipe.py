@@ -23,6 +23,7 @@ from ..backends import BACKENDS, option_names
 from ..config import ConfigError, GNMRConfig, field_defaults, one_of
 from ..control.triggers import TRIGGERS
 from ..training.options import DEFAULT_BACKEND, DEFAULT_TRIGGER
+from .script_key import drop_script_key, refuse_script_key
 from .sections import (
     BackendSection,
     DataSection,
@@ -96,6 +97,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | tuple[str, 
             raise RecipeError(f"override {override!r}: the value is not valid YAML ({error})") from error
     for section, values in changes.items():
         raw[section] = _over(section, raw.get(section, {}), values)
+    refuse_script_key(raw)
     training = check_training(raw.get("training", {}))
     training.setdefault("output_dir", os.path.join("runs", Path(path).stem))
     sections: dict[str, Any] = {"training": training}
@@ -124,6 +126,7 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise RecipeError(f"{path} cannot be read: {error}") from error
     if not isinstance(raw, dict):
         raise RecipeError(f"{path}: expected a recipe with the sections {', '.join(SECTIONS)}")
+    drop_script_key(raw)
     extended = raw.pop("extends", None)
     base: dict[str, Any] = {}
     if extended is not None:

@@ -6,13 +6,12 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import yaml
-
 from ..backends import BACKENDS, BackendOptions
 from ..config import ConfigError, GNMRConfig
 from ..control.controller import TriggerOptions
 from ..control.triggers import TRIGGERS
 from ..training.options import DEFAULT_BACKEND, DEFAULT_TRIGGER
+from .dump import dump
 
 
 class RecipeError(ConfigError):
@@ -163,8 +162,8 @@ class Recipe:
         return {**values, "backend": self.backend.to_dict(), "trigger": self.trigger.to_dict()}
 
     def to_yaml(self) -> str:
-        """The resolved recipe as YAML; reading it back gives an equal recipe."""
+        """The resolved recipe as YAML; reading it back gives an equal recipe. (`script.as_script` makes it a script too.)"""
         values: dict[str, Any] = self.to_dict()
         if self.lora is None:
             values["lora"] = False
-        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+        return dump(values)
