@@ -1,8 +1,9 @@
 """A recipe that is YAML and Python at once, so that `accelerate launch RECIPE` (which runs the file as Python) trains it.
 
-The third line, ``_: r'''``, is a key to YAML; to Python it is an annotation that opens a string, which the recipe is then in.
+The third line, ``_: r'''``, is a key to YAML; to Python it is an annotation that opens a string, which holds the recipe.
 The last line, ``# '''; …``, is a comment to YAML; to Python it closes the string and, in a script that is run, calls
-`hf_gnmr.train.main` with this file and the command line's arguments.  The two lines above are comments to both.
+`hf_gnmr.train.main` with this file and the command line's arguments.  The two lines above are comments to both; the first
+lets a shell run the file.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .files import write_text
 KEY, OPENING = "_", "r'''"
 """The third line's key and its value, as YAML reads them."""
 HEAD = (
-    "#!/usr/bin/env python3",
+    "#!/usr/bin/env -S hf-gnmr train",
     "# YAML and Python at once: the third line and the last let python, accelerate launch and torchrun run this file.",
     f"{KEY}: {OPENING}",
 )

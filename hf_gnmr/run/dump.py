@@ -14,7 +14,7 @@ string, and the others, which YAML 1.1 counts as line ends, would be read back a
 
 
 class Dumper(yaml.SafeDumper):
-    """A safe dumper that quotes what any of the two versions would not read as text (``1e5`` is a number to YAML 1.2 only)."""
+    """A safe dumper that quotes text which either version would not read as text (``1e5`` is a number to YAML 1.2 only)."""
 
 
 Dumper.yaml_implicit_resolvers = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import script
 from ..files import printable
+from ..script import KEY, OPENING
 from .sections import RecipeError
 
 
@@ -15,10 +15,10 @@ def drop_script_key(raw: dict[str, Any]) -> None:
     Raises:
         RecipeError: it has another value.
     """
-    value = raw.pop(script.KEY, script.OPENING)
-    if value != script.OPENING:
+    value = raw.pop(KEY, OPENING)
+    if value != OPENING:
         got = repr(printable(value)) if isinstance(value, str) else type(value).__name__
-        raise RecipeError(f"{script.KEY}: expected the line `{script.KEY}: {script.OPENING}`, or no such key; got {got}")
+        raise RecipeError(f"{KEY}: expected the line `{KEY}: {OPENING}`, or no such key; got {got}")
 
 
 def refuse_script_key(values: dict[str, Any]) -> None:
@@ -35,8 +35,8 @@ def refuse_script_key(values: dict[str, Any]) -> None:
             continue
         seen.add(id(value))  # an alias is looked at once, however often it is used
         if isinstance(value, dict):
-            if script.KEY in value:
-                raise RecipeError(f"{name}.{script.KEY}: expected `{script.KEY}: {script.OPENING}` at the top level only")
+            if KEY in value:
+                raise RecipeError(f"{name}.{KEY}: expected `{KEY}: {OPENING}` at the top level only")
             pending += [(f"{name}.{key}", inner) for key, inner in value.items()]
         else:
             pending += [(name, inner) for inner in value]
