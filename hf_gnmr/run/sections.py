@@ -40,6 +40,8 @@ class ModelSection:
     """For ``scratch``: Hub id or folder of a tokenizer, or ``bytes`` (one token per byte)."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the weights if all of them are trained (`lora: false`); None: float32."""
+    builtin_size: Literal["full", "small"] = "full"
+    """Of ``builtin``: ``full``, 2.5 million parameters, 1,000 steps of pre-training, or ``small``, 1.2 million, 700 steps."""
     layers: str | None = None
     """Pattern for the decoder layers of an unknown architecture, e.g. ``transformer.blocks.*``."""
 
@@ -132,13 +134,16 @@ class TriggerSection:
 
 @dataclass
 class RunSection:
-    """What to do with an output folder that already holds a run."""
+    """What to do with an output folder that already holds a run, and how a CPU multiplies."""
 
     overwrite: bool = False
     """Move the old run aside (folder.1, folder.2, …) and start from scratch."""
     resume: Literal["auto", False] | str = False
     """``auto``: from the last complete checkpoint, if there is one; a path: from that checkpoint; false: never.
     `overwrite` takes precedence: with it the run starts from scratch."""
+    bf16_products: Literal["auto", "native", "float32"] = "auto"
+    """On a CPU: who multiplies BF16 matrices. ``native``: the CPU's own kernels; ``float32``: float32 kernels, inputs and
+    results in BF16; ``auto``: float32 kernels on a CPU that emulates BF16 products. Accelerators always use their own."""
 
 
 @dataclass
@@ -155,10 +160,14 @@ class Recipe:
     backend: BackendSection = field(default_factory=BackendSection)
     trigger: TriggerSection = field(default_factory=TriggerSection)
     run: RunSection = field(default_factory=RunSection)
+    adapted: dict[str, Any] = field(default_factory=dict, compare=False)
+    """Settings that the recipe has for CPUs that emulate BF16 products and that apply here, by ``section.key``; they are in
+    the sections already, and no part of the resolved recipe of their own."""
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """The resolved recipe, by section, as plain values; options of backend and trigger are keys of their sections."""
         values = dataclasses.asdict(self)
+        del values["adapted"]
         return {**values, "backend": self.backend.to_dict(), "trigger": self.trigger.to_dict()}
 
     def to_yaml(self) -> str:
