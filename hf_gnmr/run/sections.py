@@ -41,7 +41,7 @@ class ModelSection:
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the weights if all of them are trained (`lora: false`); None: float32."""
     builtin_size: Literal["full", "small"] = "full"
-    """Of ``builtin``: ``full``, 2.5 million parameters, 1,000 steps of pre-training, or ``small``, 1.2 million, 700 steps."""
+    """Of ``builtin``: ``full``, 2.5 million parameters, pre-trained for 1,000 steps, or ``small``, 1.2 million, 700."""
     layers: str | None = None
     """Pattern for the decoder layers of an unknown architecture, e.g. ``transformer.blocks.*``."""
 
