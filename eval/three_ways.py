@@ -29,11 +29,13 @@ from results import add_save_option, command_line, save_result
 from transformers import DataCollatorForSeq2Seq
 
 from hf_gnmr.backends import Int8Backend
+from hf_gnmr.backends.bf16_cpu import float32_kernels
 from hf_gnmr.backends.units import find_units
 from hf_gnmr.config import ConfigError
 from hf_gnmr.control.gnmr import Controller
 from hf_gnmr.files import write_json
 from hf_gnmr.run.data import encode, load_rows
+from hf_gnmr.run.emulated import kernels
 from hf_gnmr.run.models import add_adapters, load_base, load_tokenizer, model_source
 from hf_gnmr.run.recipe import find_recipe, load_recipe
 from hf_gnmr.run.sections import Recipe
@@ -56,11 +58,21 @@ def main() -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    emulated, line = kernels(recipe)
+    print(line, flush=True)
+    with float32_kernels(emulated):
+        status = three_ways(recipe, emulated, options)
+    print(line, flush=True)
+    return status
+
+
+def three_ways(recipe: Recipe, emulated: bool, options: argparse.Namespace) -> int:
+    """Train, time, and print the table; returns the exit status."""
     started = time.perf_counter()
     if not options.table_only:
         for number, way in enumerate(WAYS, start=1):
             print(f"\n=== {number} of {len(WAYS)}: {NAMES[way]} ({time.perf_counter() - started:.0f} s so far)", flush=True)
-            status = train(way, options)
+            status = train(way, emulated, options)
             if status:
                 print(f"error: the {NAMES[way]} run ended with status {status}", file=sys.stderr)
                 return status
@@ -94,9 +106,10 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def train(way: str, options: argparse.Namespace) -> int:
-    """Train one way in a separate process; returns its exit status."""
+def train(way: str, emulated: bool, options: argparse.Namespace) -> int:
+    """Train one way in a separate process, with this one's choice of kernels for BF16 products; returns its exit status."""
     command = [sys.executable, "-m", "hf_gnmr.train", options.recipe, *options.overrides, *WAYS[way]]
+    command += [f"run.bf16_products={'float32' if emulated else 'native'}"]
     command += [f"training.output_dir={options.out / way}", "run.resume=false"]
     command += [f"run.overwrite={'true' if options.overwrite else 'false'}"]
     return subprocess.run(command, check=False).returncode

@@ -1,4 +1,4 @@
-"""One recipe, one run: ``accelerate launch -m hf_gnmr.train RECIPE [section.key=value ...]``.
+"""One recipe, one run: ``accelerate launch RECIPE [section.key=value ...]``, or ``python -m hf_gnmr.train RECIPE …``.
 
 A run has four stages: check, data, model, run.  Errors that can be detected early are reported, in one line, before the
 weights are loaded: those of the recipe, the output folder, the data and the model's configuration.  Nothing in the output
@@ -22,14 +22,17 @@ from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .backends import BACKENDS
+from .backends.bf16_cpu import float32_kernels
 from .config import ConfigError, SetupError
-from .files import FileError, free_name, write_json, write_text
+from .files import FileError, free_name, write_json
+from .run.emulated import kernels, same_on_all_ranks
 from .run.environment import environment, environment_in_words, peak_memory
 from .run.folder import OutputFolder
 from .run.models import load_adapter
 from .run.prepare import TrainingData, find_model, kind_of, prepare_model, prepare_tokenizer
 from .run.recipe import find_recipe, load_recipe
 from .run.sections import Recipe, RecipeError
+from .script import write_script
 from .trace.lifted import LiftedRecord
 from .training.callback import GNMRCallback
 from .training.checks import refuse_training_settings
@@ -67,7 +70,12 @@ def train(recipe: Recipe) -> dict[str, Any]:
     start = check(recipe)
     if start is None:
         return {}
-    seed = start.arguments.seed
+    with float32_kernels(start.float32_kernels):
+        return _train(start)
+
+
+def _train(start: Start) -> dict[str, Any]:
+    recipe, seed = start.recipe, start.arguments.seed
     with start.process.main_process_first():
         tokenise = kind_of(recipe.data).read(recipe.data, seed)
         source = find_model(recipe)
@@ -94,6 +102,8 @@ class Start:
     folder: OutputFolder
     say: Callable[..., None]
     """`print` on the main process, silent on the others."""
+    float32_kernels: bool
+    """Whether BF16 products run by float32 kernels (`backends.bf16_cpu`)."""
     finished_at: int | None
     """The step at which the run to be resumed finished all its steps; None: there are steps to train."""
 
@@ -118,6 +128,9 @@ def check(recipe: Recipe) -> Start | None:
     process = PartialState()
     folder = OutputFolder(recipe)
     say = print if process.is_main_process else _silent
+    emulated, line = kernels(recipe)
+    same_on_all_ranks("run.bf16_products", [emulated, recipe.adapted])
+    say(line)
     say(recipe.to_yaml(), end="")
     say(environment_in_words(arguments))
     if recipe.run.resume and not recipe.run.overwrite and folder.checkpoint is None:
@@ -129,7 +142,7 @@ def check(recipe: Recipe) -> Start | None:
     trace = getattr(recipe.trigger.options, "trace", None)
     if trace is not None:
         LiftedRecord(trace).promotion_ratio()  # an unusable trace is refused here, before the model is loaded
-    return Start(recipe, arguments, callback, process, folder, say, finished_at)
+    return Start(recipe, arguments, callback, process, folder, say, emulated, finished_at)
 
 
 def _training_arguments(settings: dict[str, Any]) -> TrainingArguments:
@@ -176,7 +189,7 @@ class Record(TrainerCallback):
         for name in ("recipe.yaml", "environment.json"):
             if (folder / name).exists():  # from the run that is resumed
                 os.replace(folder / name, free_name(folder / name))
-        write_text(folder / "recipe.yaml", self.recipe.to_yaml())
+        write_script(folder / "recipe.yaml", self.recipe.to_yaml())
         write_json(folder / "environment.json", environment(args, self.data))
 
 

@@ -27,6 +27,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_gnmr.backends.bf16_cpu import choose, float32_kernels
 from hf_gnmr.run.builtin import byte_tokenizer
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
@@ -53,6 +54,13 @@ SMALL = [
 def bf16_in_hardware():
     """Whether this CPU multiplies BF16 matrices itself; elsewhere products are emulated and round at other places."""
     return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def products_of_this_cpu():
+    """Where the CPU emulates BF16 products, tests run them by float32 kernels, as `hf_gnmr.train` does there."""
+    with float32_kernels(choose("auto", "cpu")[0]):
+        yield
 
 
 def tiny_config(**changes):

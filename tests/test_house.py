@@ -14,7 +14,7 @@ from hf_gnmr.control.triggers import TRIGGERS
 REPOSITORY = pathlib.Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "hf_gnmr"
 ORDER = (
-    ("config", "files"),
+    ("config", "files", "script"),
     ("control",),
     ("trace",),
     ("backends",),

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from ..backends.bf16_cpu import KERNELS, choose, float32_kernels
 from ..backends.bnb.int8 import cast_notes_silenced
 from ..config import ConfigError, SetupError
 from ..files import FileError, free_name, write_json
@@ -39,8 +40,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         requests, subjects = _checked(options)
         plans = [plan_of(subject, requests, options) for subject in subjects]
-        for plan in plans:
-            evaluate(plan, options)
+        emulated, line = choose(options.bf16_products, "cuda" if torch.cuda.is_available() else "cpu")
+        if emulated:
+            print(line, flush=True)
+        with float32_kernels(emulated):
+            for plan in plans:
+                evaluate(plan, options)
         folders = [plan.folder for plan in plans]
         output = Path(options.output or (folders[0] if len(folders) == 1 else "eval-results"))
         write(folders, None, output, {(plan.precision, request.label) for plan in plans for request in requests})
@@ -62,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch-size", type=int, default=8)
     add("--precision", choices=PRECISIONS, help="default: the path that the run was trained on")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of everything that is not 8-bit")
+    add("--bf16-products", choices=KERNELS, default="auto", help="who multiplies BF16 on a CPU, as run.bf16_products")
     add("--base", help="the adapter's base model, where the name it recorded does not lead there")
     add("--block", type=int, help=f"{names_taking('block')}: tokens per block; default: 2048 or the model's length")
     add("--stride", type=int, help=f"{names_taking('stride')}: tokens between blocks; default: no overlap")

@@ -13,8 +13,10 @@ So little training gives a usable model only because
 * the loss has full weight where a reader could know what comes next (answers, results, ends of documents) and
   ``RECIPE["guess_weight"]`` where only chance decides (the numbers and names of a new question);
 * initial weights are large (0.08); with the usual 0.02 the heads that copy numbers form several times later;
-* matrices are multiplied in BF16 where the processor has instructions for it, and attention is the "eager"
-  one, whose backward pass is much faster than the fused one at this size on a CPU.
+* matrices are multiplied in BF16 where the processor has instructions for it (in float32 elsewhere), and attention is the
+  "eager" one, whose backward pass is much faster than the fused one at this size on a CPU.
+
+Without such instructions a step takes three times as long.  For those processors there is a smaller model (`SIZES`).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -36,6 +38,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from ..backends.bf16_cpu import has_instructions
 from . import wordproblems
 
 STEPS = 1000
@@ -56,6 +59,13 @@ RECIPE: dict[str, Any] = {
 ``batch_tokens`` includes padding; ``last_learning_rate`` is a fraction of ``learning_rate``; raise ``version``
 with every change to the training loop.
 """
+
+Size = Literal["full", "small"]
+SIZES: dict[str, tuple[dict[str, int], float]] = {
+    "full": ({"hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 6, "num_key_value_heads": 2}, 1.0),
+    "small": ({"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4, "num_key_value_heads": 2}, 0.7),
+}
+"""The widths of the model, 6 layers in either size, and the share of ``STEPS`` that it is trained for."""
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 VOCABULARY = 832
@@ -114,18 +124,14 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
-    """The model's shape: 6 layers, width 192, 6 query and 2 key-value heads, tied embeddings.
+def build_config(tokenizer: PreTrainedTokenizerFast, size: Size = "full") -> LlamaConfig:
+    """The model's shape: 6 layers, heads of 32, tied embeddings, and the widths of its size (see `SIZES`).
 
     All dimensions are multiples of 32; the vocabulary size is rounded up to one.
     """
     return LlamaConfig(
         vocab_size=math.ceil(len(tokenizer) / 32) * 32,
-        hidden_size=192,
-        intermediate_size=512,
         num_hidden_layers=6,
-        num_attention_heads=6,
-        num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=512,
         initializer_range=0.08,
@@ -133,15 +139,18 @@ def build_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **SIZES[size][0],
     )
 
 
-def base_config() -> LlamaConfig:
+def base_config(size: Size = "full") -> LlamaConfig:
     """The built-in model's configuration, without training or loading it."""
-    return build_config(build_tokenizer())
+    return build_config(build_tokenizer(), size)
 
 
-def pretrained_base(cache_dir: str | os.PathLike[str] | None = None, *, steps: int | None = None, seed: int = 0) -> Path:
+def pretrained_base(
+    cache_dir: str | os.PathLike[str] | None = None, *, steps: int | None = None, seed: int = 0, size: Size = "full"
+) -> Path:
     """The folder of the pre-trained base model: from the cache if it is there, otherwise trained now.
 
     The folder holds BF16 weights, configuration, tokenizer and ``pretraining.json``, a record of the
@@ -151,19 +160,21 @@ def pretrained_base(cache_dir: str | os.PathLike[str] | None = None, *, steps: i
 
     Args:
         cache_dir: where these folders are kept; by default ``$HF_GNMR_CACHE``, or else ``~/.cache/hf_gnmr``.
-        steps: optimizer steps, at least 1; by default ``STEPS``, about a minute on two cores.
+        steps: optimizer steps, at least 1; by default ``STEPS``, about a minute on two cores (seven tenths of it, one to one
+            and a half minutes, for the small size on a CPU without BF16 instructions).
         seed: of the initial weights and of the data.
+        size: ``full`` (2.5 million parameters) or ``small`` (1.2 million).
 
     Raises:
         ValueError: if ``steps`` is less than 1.
         OSError: if the cache cannot be written.
     """
-    steps = STEPS if steps is None else steps
+    steps = max(1, round(STEPS * SIZES[size][1])) if steps is None else steps
     if steps < 1:
         raise ValueError(f"steps={steps}: expected at least 1")
     cache = Path(cache_dir or os.environ.get("HF_GNMR_CACHE") or "~/.cache/hf_gnmr").expanduser()
     tokenizer = build_tokenizer()
-    config = build_config(tokenizer)
+    config = build_config(tokenizer, size)
     folder = cache / f"base-{_fingerprint(tokenizer, config, steps, seed)}"
     if _is_whole(folder):
         print(f"Built-in base model: reusing {folder}", flush=True)
@@ -198,12 +209,6 @@ def _fingerprint(tokenizer: PreTrainedTokenizerFast, config: LlamaConfig, steps:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _fast_bf16() -> bool:
-    """Whether this processor multiplies BF16 matrices in hardware; elsewhere FP32 is faster."""
-    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-    return bool(supported is not None and supported())
-
-
 def _pretrain(folder: Path, tokenizer: PreTrainedTokenizerFast, config: LlamaConfig, steps: int, seed: int) -> None:
     """Pre-train on the CPU and write all files into ``folder``."""
     start = time.perf_counter()
@@ -221,7 +226,7 @@ def _pretrain(folder: Path, tokenizer: PreTrainedTokenizerFast, config: LlamaCon
         fused=True,
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_factor(step, steps))
-    bf16 = _fast_bf16()
+    bf16 = has_instructions()
     losses: list[float] = []
     tokens = 0
     batches = _batches(tokenizer, seed)

@@ -14,6 +14,7 @@ import torch
 from transformers import TrainingArguments
 
 from .. import __version__
+from ..backends import bf16_cpu
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "datasets", "safetensors", "numpy")
 
@@ -42,6 +43,8 @@ def machine() -> dict[str, Any]:
         "processor": processor(),
         "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "threads": torch.get_num_threads(),
+        "instruction_set": torch.backends.cpu.get_cpu_capability().lower(),
+        "bf16_products": "float32 kernels" if bf16_cpu.active() else "native",
     }
 
 

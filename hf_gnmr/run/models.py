@@ -30,7 +30,7 @@ def model_source(section: ModelSection) -> str:
     if section.name == BUILTIN:
         from .builtin import pretrained_base
 
-        return str(pretrained_base())
+        return str(pretrained_base(size=section.builtin_size))
     looks_local = section.name.startswith((".", "/", "~")) or section.name.count("/") > 1
     if looks_local and not Path(section.name).expanduser().is_dir():
         raise RecipeError(f"model.name={section.name!r}: no such folder")

@@ -163,7 +163,7 @@ def architecture(recipe: Recipe) -> tuple[Any, str]:
     if section.name == BUILTIN:
         from .builtin import base_config
 
-        return base_config(), "built in"
+        return base_config(section.builtin_size), "built in"
     folder = Path(section.name).expanduser()
     if section.architecture is not None and not folder.is_dir():
         return architecture_config(section), f"the recipe's own, of {section.name}"

@@ -23,6 +23,8 @@ from ..backends import BACKENDS, option_names
 from ..config import ConfigError, GNMRConfig, field_defaults, one_of
 from ..control.triggers import TRIGGERS
 from ..training.options import DEFAULT_BACKEND, DEFAULT_TRIGGER
+from .emulated import EMULATED, differences, kernels, merge_settings
+from .script_key import drop_script_key, refuse_script_key
 from .sections import (
     BackendSection,
     DataSection,
@@ -81,6 +83,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | tuple[str, 
         RecipeError: naming key, value and what was expected.
     """
     raw = _read(Path(path))
+    settings = raw.pop(EMULATED, None)
     changes: dict[str, dict[str, Any]] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -94,8 +97,19 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | tuple[str, 
             changes.setdefault(section, {})[name] = yaml.load(text, Loader=Yaml12)  # noqa: S506 (a SafeLoader)
         except yaml.YAMLError as error:
             raise RecipeError(f"override {override!r}: the value is not valid YAML ({error})") from error
-    for section, values in changes.items():
-        raw[section] = _over(section, raw.get(section, {}), values)
+    recipe = _build(path, raw, changes)
+    if settings is None:
+        return recipe
+    adapted = _build(path, raw, settings, changes)  # its errors are reported on every machine
+    return dataclasses.replace(adapted, adapted=differences(recipe, adapted)) if kernels(adapted)[0] else recipe
+
+
+def _build(path: str | os.PathLike[str], raw: dict[str, Any], *layers: dict[str, dict[str, Any]]) -> Recipe:
+    """The checked recipe of a file's sections, with further settings on top, the last one uppermost."""
+    raw = dict(raw)
+    for section, values in ((section, values) for layer in layers for section, values in layer.items()):
+        raw[section] = _over(section, raw.get(section) or {}, values)
+    refuse_script_key(raw)
     training = check_training(raw.get("training", {}))
     training.setdefault("output_dir", os.path.join("runs", Path(path).stem))
     sections: dict[str, Any] = {"training": training}
@@ -124,6 +138,7 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise RecipeError(f"{path} cannot be read: {error}") from error
     if not isinstance(raw, dict):
         raise RecipeError(f"{path}: expected a recipe with the sections {', '.join(SECTIONS)}")
+    drop_script_key(raw)
     extended = raw.pop("extends", None)
     base: dict[str, Any] = {}
     if extended is not None:
@@ -133,7 +148,7 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
             raise RecipeError(f"{path} extends itself, through {', '.join(p.name for p in below)}")
         base = _read(path.parent / extended, (*below, path.resolve()))
     for section, values in raw.items():
-        check_known(section, [*SECTIONS, "extends"], "section")
+        check_known(section, [*SECTIONS, "extends", EMULATED], "section")
         if values is None:
             values = {}
         if section == "lora" and values is False:
@@ -141,6 +156,9 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
             continue
         if not isinstance(values, dict):
             raise RecipeError(f"{section}={values!r}: expected a section of key: value lines")
+        if section == EMULATED:
+            base[section] = merge_settings(base.get(section, {}), values, list(SECTIONS))
+            continue
         inherited = base.get(section)
         base[section] = _over(section, inherited if isinstance(inherited, dict) else {}, values)
     return base

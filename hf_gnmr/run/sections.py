@@ -6,14 +6,13 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import yaml
-
 from ..backends import BACKENDS, BackendOptions
 from ..config import ConfigError, GNMRConfig
 from ..control.controller import TriggerOptions
 from ..control.triggers import TRIGGERS
 from ..training.options import DEFAULT_BACKEND, DEFAULT_TRIGGER
 from ..training.resuming import ResumeHistory
+from .dump import dump
 
 
 class RecipeError(ConfigError):
@@ -42,6 +41,8 @@ class ModelSection:
     """For ``scratch``: Hub id or folder of a tokenizer, or ``bytes`` (one token per byte)."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the weights if all of them are trained (`lora: false`); None: float32."""
+    builtin_size: Literal["full", "small"] = "full"
+    """Of ``builtin``: ``full``, 2.5 million parameters, pre-trained for 1,000 steps, or ``small``, 1.2 million, 700."""
     layers: str | None = None
     """Pattern for the decoder layers of an unknown architecture, e.g. ``transformer.blocks.*``."""
 
@@ -134,7 +135,7 @@ class TriggerSection:
 
 @dataclass
 class RunSection:
-    """What to do with an output folder that already holds a run."""
+    """What to do with an output folder that already holds a run, and how a CPU multiplies."""
 
     overwrite: bool = False
     """Move the old run aside (folder.1, folder.2, …) and start from scratch."""
@@ -143,6 +144,9 @@ class RunSection:
     `overwrite` takes precedence: with it the run starts from scratch."""
     resume_history: ResumeHistory = "continue"
     """``continue`` the checkpoint's history, which needs steps of as many rows as before; or start a ``new`` one."""
+    bf16_products: Literal["auto", "native", "float32"] = "auto"
+    """On a CPU: who multiplies BF16 matrices. ``native``: the CPU's own kernels; ``float32``: float32 kernels, inputs and
+    results in BF16; ``auto``: float32 kernels on a CPU that emulates BF16 products. Accelerators always use their own."""
 
 
 @dataclass
@@ -159,15 +163,19 @@ class Recipe:
     backend: BackendSection = field(default_factory=BackendSection)
     trigger: TriggerSection = field(default_factory=TriggerSection)
     run: RunSection = field(default_factory=RunSection)
+    adapted: dict[str, Any] = field(default_factory=dict, compare=False)
+    """Settings that the recipe has for CPUs that emulate BF16 products and that apply here, by ``section.key``; they are in
+    the sections already, and no part of the resolved recipe of their own."""
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """The resolved recipe, by section, as plain values; options of backend and trigger are keys of their sections."""
         values = dataclasses.asdict(self)
+        del values["adapted"]
         return {**values, "backend": self.backend.to_dict(), "trigger": self.trigger.to_dict()}
 
     def to_yaml(self) -> str:
-        """The resolved recipe as YAML; reading it back gives an equal recipe."""
+        """The resolved recipe as YAML; reading it back gives an equal recipe. (`script.as_script` makes it a script too.)"""
         values: dict[str, Any] = self.to_dict()
         if self.lora is None:
             values["lora"] = False
-        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+        return dump(values)

@@ -24,6 +24,7 @@ import numpy as np
 from ..config import ConfigError, parse_bytes
 from ..control.controller import Bools
 from ..files import plain, printable, write_text
+from ..script import write_script
 from .file import TraceError
 from .metrics import exceedance
 from .replay import Replay, mean_recovery_bytes, recorded_config, replay
@@ -271,7 +272,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.output is not None:
             if Path(options.output).exists():
                 raise ConfigError(f"--output {options.output} exists already: name another file")
-            write_text(options.output, text)
+            (write_text if extends is None else write_script)(options.output, text)
     except (ConfigError, TraceError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

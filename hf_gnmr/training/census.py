@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..backends import Backend
+from ..backends import Backend, bf16_cpu
 from ..backends.units import Unit
 from ..control.controller import Trigger
 
@@ -33,6 +33,7 @@ def take_census(
         "recovery_bytes_bound": backend.recovery_bytes_bound(trigger.most_active()),
         "resident_bytes": backend.resident_bytes,
         "host_bytes": backend.host_bytes,
+        **({"bf16_products": "float32 kernels"} if bf16_cpu.active() else {}),
         **backend.census(),
         "trainable_parameters_elsewhere": elsewhere,
         "trigger_bytes": trigger_bytes,
@@ -78,7 +79,9 @@ def census_lines(census: dict[str, Any], backend: Backend) -> list[str]:
         if (count := census.get(key, 0))
     ]
     outside = [f"outside these units, neither monitored nor switched: {'; '.join(elsewhere)}"] if elsewhere else []
-    return [f"GNMR: {line}" for line in (head, *outside, *backend.census_lines(census))]
+    by = census.get("bf16_products")
+    products = [f"BF16 products run by {by}, inputs and results in BF16: this CPU emulates BF16"] if by else []
+    return [f"GNMR: {line}" for line in (head, *outside, *backend.census_lines(census), *products)]
 
 
 def summary_in_words(summary: dict[str, Any]) -> str:

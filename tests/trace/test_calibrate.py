@@ -14,6 +14,7 @@ from synthetic import stationary, write_trace
 from hf_gnmr.cli import main
 from hf_gnmr.config import ConfigError
 from hf_gnmr.run.recipe import load_recipe
+from hf_gnmr.script import as_script
 from hf_gnmr.trace.calibrate import calibrate, held_out_steps
 from hf_gnmr.trace.replay import replay
 from hf_gnmr.trace.series import read_series
@@ -85,11 +86,12 @@ def test_the_command_and_its_fragment(series, tmp_path, capsys):
     arguments += ["--output", str(output), "--extends", str(recipe)]
     assert main(arguments) == 0
     text = output.read_text()
-    assert text == capsys.readouterr().out and "held out" in text and "open loop" in text
+    printed = capsys.readouterr().out
+    assert text == as_script(printed) and "held out" in text and "open loop" in text
     tuned = load_recipe(output)
     fragment = yaml.safe_load(text)["gnmr"]
     assert dataclasses.asdict(tuned.gnmr) == fragment, "all that the figures depend on"
-    assert fragment["max_o"] == 3 and text.startswith("# hf-gnmr calibrate ") and "--promotion-ratio 0.02" in text
+    assert fragment["max_o"] == 3 and printed.startswith("# hf-gnmr calibrate ") and "--promotion-ratio 0.02" in text
     deeper = tmp_path / "a" / "b.yaml"
     deeper.parent.mkdir()
     assert main([*arguments[:4], "--extends", str(recipe), "--output", str(deeper)]) == 0
