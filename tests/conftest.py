@@ -11,6 +11,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import contextlib
 import json
 import pathlib
 import sys
@@ -32,6 +33,10 @@ from hf_gnmr.run.builtin import byte_tokenizer
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 torch.set_num_threads(1)
+# Where the CPU emulates BF16 products, tests run them by float32 kernels, as `hf_gnmr.train` does. For the whole process,
+# and so also in the ones that import this file to run a part of a test.
+_PRODUCTS = contextlib.ExitStack()
+_PRODUCTS.enter_context(float32_kernels(choose("auto", "cpu")[0]))
 
 VOCABULARY = 128
 PASSED_ON = ("compute_loss_func", "eval_dataset", "model_init", "optimizers")
@@ -54,13 +59,6 @@ SMALL = [
 def bf16_in_hardware():
     """Whether this CPU multiplies BF16 matrices itself; elsewhere products are emulated and round at other places."""
     return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
-
-
-@pytest.fixture(scope="session", autouse=True)
-def products_of_this_cpu():
-    """Where the CPU emulates BF16 products, tests run them by float32 kernels, as `hf_gnmr.train` does there."""
-    with float32_kernels(choose("auto", "cpu")[0]):
-        yield
 
 
 def tiny_config(**changes):

@@ -38,6 +38,15 @@ class GlobalBatch:
             f"process{'es' if self.processes > 1 else ''})"
         )
 
+    def _difference(self, before: GlobalBatch) -> str:
+        """In words; where one number alone differs, that one first."""
+        stored, own = before.to_dict(), self.to_dict()
+        differing = [name for name in own if own[name] != stored[name]]
+        if len(differing) == 1:
+            name = differing[0]
+            return f"the checkpoint was written with {name}={stored[name]}, this run has {own[name]} ({before}; now {self})"
+        return f"the checkpoint was written with {before}, this run has {self}"
+
     def to_dict(self) -> dict[str, int | None]:
         """Plain values for a checkpoint."""
         return {
@@ -68,10 +77,7 @@ class GlobalBatch:
         if (before.rows is None) != (self.rows is None):
             return f"the checkpoint has {before}, this run {self}, which cannot be compared. If they differ, {MEND}"
         if before.size != self.size:
-            raise ConfigError(
-                f"the checkpoint was written with {before}, this run has {self}: norms of steps of another size are not "
-                f"comparable; {MEND}"
-            )
+            raise ConfigError(f"{self._difference(before)}: norms of steps of another size are not comparable; {MEND}")
         return None
 
 
