@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 from ..config import ConfigError, SetupError, parse_bytes
+from .emulated import kernels
 from .plan_figures import plan
 from .recipe import find_recipe, load_recipe
 
@@ -36,6 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, SetupError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    if recipe.adapted and not options.json:
+        print(kernels(recipe)[1])
     print(json.dumps(figures, indent=2) if options.json else in_words(figures))
     way = figures["ways"][figures["way"]] if "ways" in figures else {"name": "this recipe", **figures}
     need = way["device_bytes"]

@@ -196,7 +196,7 @@ def launch(*command, cwd, status=0):
     """Standard output and error of a command in our environment's `bin`, run in another folder."""
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    program = shutil.which(command[0], path=path)
+    program = shutil.which(command[0], path=path) or str(cwd / command[0])
     result = subprocess.run(
         [program, *command[1:]], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
@@ -247,13 +247,18 @@ TINY = [
 )
 def test_every_launcher_runs_a_shipped_recipe(tmp_path, tiny_lm, launcher):
     recipe = str(REPOSITORY / "recipes" / "quickstart.yaml")
-    assert "section.key=value" in launch(*launcher, recipe, "--help", cwd=tmp_path)[0]
     out, _ = launch(
         *launcher, recipe, *TINY, f"model.name={tiny_lm}", "training.output_dir=run", "gnmr.max_o=1", cwd=tmp_path
     )
     assert len(read_trace(tmp_path / "run" / "trace.jsonl").steps) == 3 and "files are in run" in out
-    # What the run wrote is a recipe that runs too.
-    launch("python", str(tmp_path / "run" / "recipe.yaml"), "training.output_dir=again", cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_what_a_run_wrote_runs_too_and_has_help(tmp_path, tiny_lm):
+    recipe = str(REPOSITORY / "recipes" / "quickstart.yaml")
+    assert "section.key=value" in launch("accelerate", "launch", "--cpu", recipe, "--help", cwd=tmp_path)[0]
+    launch("python", recipe, *TINY, f"model.name={tiny_lm}", "training.output_dir=run", "gnmr.max_o=1", cwd=tmp_path)
+    launch("run/recipe.yaml", "training.output_dir=again", cwd=tmp_path)
     first, again = (read_trace(tmp_path / name / "trace.jsonl").steps for name in ("run", "again"))
     assert [line["norms"] for line in first] == [line["norms"] for line in again]
 
