@@ -90,7 +90,7 @@ def measure_control(options: argparse.Namespace) -> dict[str, Any]:
         if reader is not None:
             reading = read(reader)
             begun = time.perf_counter()
-            controller.step(reading.norms)
+            controller.step(reading.norms, reading.seen)
             if side == "on":
                 bench.switch.apply(following)
             spent = reading.seconds + time.perf_counter() - begun

@@ -197,7 +197,7 @@ class Stepper:
         if norms is not None:
             reading = norms.read()
             assert reading is not None  # a backward has just run
-            self.switch.apply(self.controller.step(reading.norms).active)
+            self.switch.apply(self.controller.step(reading.norms, reading.seen).active)
         torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
         optimizer.step()
         optimizer.zero_grad()

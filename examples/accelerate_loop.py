@@ -39,6 +39,7 @@ def main() -> None:
         max_o=1,
         total_steps=options.steps,
         gradient_accumulation_steps=options.accumulation,
+        rows_per_micro_batch=options.batch_size,
         scaler=accelerator.scaler,
         output_dir=options.output_dir,
     )
