@@ -35,7 +35,7 @@ class ConfigError(ValueError):
 MAX_DELTA = 10_000
 """Of `delta`: the monitor keeps delta scores of every unit, 1.6 GB for 20,000 units."""
 MAX_COUNT = 10**9
-"""Of numbers of steps and units (`max_o`, `t_lock`, `hold`): beyond any run, and counters in int64 stay far from their end."""
+"""Of numbers of steps and units (`max_o`, `t_lock`): beyond any run, and far from the end of int64."""
 
 
 class SetupError(RuntimeError):
@@ -303,7 +303,11 @@ def parse_bytes(name: str, value: int | str) -> int:
         ConfigError: anything else, or a size that is not above 0.
     """
     # Only a short text: the expression takes quadratic time, and a float of hundreds of digits is infinite.
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) and len(value) < 64 else None
+    match = (
+        re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", value)
+        if isinstance(value, str) and len(value) < 64
+        else None
+    )
     if match and match[2].lower() in SIZES:
         size = int(float(match[1]) * SIZES[match[2].lower()])
     elif isinstance(value, int) and not isinstance(value, bool):

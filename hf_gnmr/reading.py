@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MAX_YAML_BYTES = 2**20
-"""Of a recipe or an override. Recipes have a few kB; a list of 20,000 units has 800 kB. Parsing takes a few seconds a MB."""
+"""Of a recipe or an override. Recipes have a few kB; a list of 20,000 units has 800 kB. Parsing takes seconds a MB."""
 MAX_YAML_NODES = 50_000
 """Scalars, lists and mappings of a recipe, every alias counted with all that it stands for: a few aliases of aliases stand
 for billions of values, which messages, pydantic and `dataclasses.asdict` would write out."""
@@ -24,12 +24,11 @@ MAX_YAML_KEYS = 10_000
 MAX_EXTENDS = 32
 """Recipes in a chain of `extends`; the shipped ones have five."""
 MAX_DEPTH = 64
-"""Lists and mappings inside each other, in YAML and JSON. Parsers and writers recurse, and Python stops them at about 1,000."""
+"""Lists and mappings inside each other, in YAML and JSON. Parsers and writers recurse; Python stops them at about 1,000."""
 MAX_DIGITS = 100
 """Digits of a whole number in YAML and JSON. Conversion takes quadratic time, and beyond 4,300 digits Python refuses it."""
 MAX_JSON_BYTES = 64 * 2**20
-"""Of a JSON file (summary, results, configuration, trainer_state.json), which is parsed in memory, at 24 times its size in the
-worst case."""
+"""Of a JSON file (summary, results, configuration, trainer_state.json): parsed, it takes up to 24 times its size."""
 MAX_MODEL_JSON_BYTES = 512 * 2**20
 """Of a JSON file in a model's folder that transformers reads (tokenizers of large vocabularies have 40 MB)."""
 MAX_TRACE_LINE_BYTES = 16 * 2**20
@@ -183,7 +182,9 @@ def _refuse_depth(value: Any, where: str) -> None:
     """Raise FileError for a value of more than `MAX_DEPTH` levels; without recursion, level by level."""
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(MAX_DEPTH):
-        members = (item for container in level for item in (container.values() if isinstance(container, dict) else container))
+        members = (
+            item for container in level for item in (container.values() if isinstance(container, dict) else container)
+        )
         level = [item for item in members if isinstance(item, (dict, list))]
         if not level:
             return

@@ -156,5 +156,5 @@ def _loggers_to(old: Any, new: Any) -> None:
     for logger in loggers:
         for handler in getattr(logger, "handlers", ()):
             if isinstance(handler, logging.StreamHandler) and handler.stream is old:
-                with contextlib.suppress(ValueError):  # a stream that is closed
+                with contextlib.suppress(ValueError, AttributeError):  # a closed stream, or one that cannot be set
                     handler.setStream(new)

@@ -21,6 +21,7 @@ from ..backends.bnb.int8 import cast_notes_silenced
 from ..config import ConfigError, SetupError
 from ..files import FileError, free_name, write_json
 from ..run.environment import machine
+from ..terminal import cleaned, error_line
 from .compare import write
 from .data import BUILTIN, check_shots, splits_of
 from .harness import harness_tasks, run_task
@@ -33,6 +34,7 @@ MAX_GEN_TOKENS = 256
 DTYPES = ("bfloat16", "float16", "float32")
 
 
+@cleaned
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status (2: something to fix)."""
     options = _parser().parse_args(argv)
@@ -45,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         output = Path(options.output or (folders[0] if len(folders) == 1 else "eval-results"))
         write(folders, None, output, {(plan.precision, request.label) for plan in plans for request in requests})
     except (ConfigError, SetupError, FileError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 2
     return 0
 

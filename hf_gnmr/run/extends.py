@@ -1,7 +1,7 @@
 """Which recipes a recipe may extend, and how a recipe's file is read.
 
-`extends` is part of a file that may come from anywhere.  It reads recipes below the folder of the recipe that the user named,
-or the package's own, and no message shows what another file holds.
+`extends` is part of a file that may come from anywhere.  It reads recipes below the folder of the recipe that the user
+named, or the package's own, and no message shows what another file holds.
 """
 
 from __future__ import annotations

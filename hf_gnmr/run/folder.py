@@ -17,6 +17,7 @@ from ..reading import MAX_YAML_BYTES, FileError, read_json, read_utf8
 from ..terminal import shown
 from ..training.journal import SUMMARY_FILE, TRACE_FILE
 from .recipe import normalised
+from .rowfiles import local_file
 from .sections import Recipe, RecipeError
 from .yaml12 import YamlError, load_yaml
 
@@ -151,7 +152,8 @@ class OutputFolder:
             *((f"trigger.{name}", path) for name, path in recipe.trigger.options.paths().items()),
             *((f"backend.{name}", path) for name, path in recipe.backend.options.paths().items()),
         ):
-            if value and Path(value).exists() and Path(value).resolve().is_relative_to(folder):
+            path = local_file(value) if value else None
+            if path is not None and path.resolve().is_relative_to(folder):
                 raise RecipeError(f"run.overwrite=true would move {key}={value!r} aside with the old run in {folder}")
 
     def _writable(self) -> None:
@@ -182,8 +184,8 @@ class OutputFolder:
                 value, before = now.get(key), old.get(key)
                 if value != before and not FREE_ON_RESUME.fullmatch(f"{section}.{key}"):
                     raise RecipeError(
-                        f"{section}.{key}={shown(value)}: the run to be resumed was started with {shown(before)}; resume it with "
-                        "its own settings (in its recipe.yaml), or start from scratch in another folder"
+                        f"{section}.{key}={shown(value)}: the run to be resumed was started with {shown(before)}; resume it "
+                        "with its own settings (in its recipe.yaml), or start from scratch in another folder"
                     )
 
 

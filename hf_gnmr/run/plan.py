@@ -11,12 +11,14 @@ import sys
 from typing import Any
 
 from ..config import ConfigError, SetupError, parse_bytes
+from ..terminal import cleaned, error_line
 from .plan_figures import plan
 from .recipe import find_recipe, load_recipe
 
 __all__ = ["in_words", "main", "plan"]
 
 
+@cleaned
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status (1: does not fit, 2: something to fix)."""
     parser = argparse.ArgumentParser(prog="hf-gnmr plan", description="Show what a recipe needs; loads no weights.")
@@ -34,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         recipe = load_recipe(find_recipe(options.recipe), options.overrides)
         figures = plan(recipe, processes=options.processes, rows=options.rows)
     except (ConfigError, SetupError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 2
     print(json.dumps(figures, indent=2) if options.json else in_words(figures))
     way = figures["ways"][figures["way"]] if "ways" in figures else {"name": "this recipe", **figures}

@@ -254,8 +254,8 @@ def _choice(
             _at_default(f"{section}.{key}", value, options[owner], key) for owner in owners
         ):
             raise RecipeError(
-                f"{section}.{key}={shown(value)} belongs to {section}.name={' or '.join(map(repr, owners))}; this recipe uses "
-                f"{name!r}"
+                f"{section}.{key}={shown(value)} belongs to {section}.name={' or '.join(map(repr, owners))}; this recipe "
+                f"uses {name!r}"
             )
     return name, own
 

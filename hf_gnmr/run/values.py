@@ -54,7 +54,9 @@ def check_value(key: str, value: Any, hint: Any) -> Any:
         if not ((math.isfinite(result) and least <= result <= most) or by_epochs):
             bounds = [f"at least {least:g}"] if least > -math.inf else []
             bounds += [f"at most {most:g}"] if most < math.inf else []
-            raise RecipeError(f"{key}={shown(value)}: expected a finite number{', ' if bounds else ''}{' and '.join(bounds)}")
+            raise RecipeError(
+                f"{key}={shown(value)}: expected a finite number{', ' if bounds else ''}{' and '.join(bounds)}"
+            )
     return result
 
 

@@ -47,8 +47,8 @@ def load_yaml(text: str, *, foreign: bool = False) -> Any:
 class Yaml12(yaml.SafeLoader):
     """A safe loader for YAML 1.2's plain scalars: ``2e-5`` is a float, ``on`` and ``1:30`` are strings, ``010`` is 10.
 
-    A duplicate key in a mapping is refused; PyYAML would take the last value.  Sizes are checked while nodes are composed, so
-    that what is too large is refused before any value is built from it.
+    A duplicate key in a mapping is refused; PyYAML would take the last value.  Sizes are checked while nodes are composed,
+    so that what is too large is refused before any value is built from it.
     """
 
     def __init__(self, stream: str) -> None:

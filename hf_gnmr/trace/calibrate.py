@@ -24,6 +24,7 @@ import numpy as np
 from ..config import ConfigError, parse_bytes
 from ..control.controller import Bools
 from ..files import plain, printable, write_text
+from ..terminal import cleaned, error_line
 from .file import TraceError
 from .metrics import exceedance
 from .replay import Replay, mean_recovery_bytes, recorded_config, replay
@@ -230,6 +231,7 @@ def in_words(proposal: Proposal) -> list[str]:
     return [*lines, NOTE]
 
 
+@cleaned
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status (1: the target is not met, 2: an error to fix)."""
     parser = argparse.ArgumentParser(prog="hf-gnmr calibrate", description="Thresholds that meet a target on a trace.")
@@ -273,7 +275,7 @@ def main(argv: list[str] | None = None) -> int:
                 raise ConfigError(f"--output {options.output} exists already: name another file")
             write_text(options.output, text)
     except (ConfigError, TraceError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 2
     series.warn()
     if options.json:
