@@ -161,7 +161,7 @@ def identity_of(subject: Subject, precision: str) -> dict[str, Any]:
     """What two evaluations of the same model have in common: its contents. `place` is for people, and not compared."""
     adapter = {} if subject.adapter is None else {n: file_hash(subject.adapter / n) for n in (ADAPTER, ADAPTER_CONFIG)}
     base = Path(subject.section.name).expanduser()
-    base_files = [f for f in sorted(base.glob("*")) if f.suffix in MODEL_FILES] if base.is_dir() else []
+    base_files = [f for f in sorted(base.glob("*")) if f.suffix in MODEL_FILES and f.is_file()] if base.is_dir() else []
     recovery = None
     if subject.recipe is not None and subject.int8:
         source = subject.int8_options.recovery_source

@@ -21,6 +21,8 @@ from .sections import DataSection, RecipeError
 
 ENDINGS = (".json", ".jsonl", ".parquet")
 """Of local files with rows."""
+MAX_GENERATED = 10**7
+"""Rows of ``builtin``, which are held in memory."""
 WIDEST = 4
 """Digits of a width or precision in a template: {question:9999} is the widest."""
 BUILTIN = "builtin"
@@ -79,6 +81,9 @@ def check_source(section: DataSection) -> None:
     """Raise RecipeError for errors in a data source that are visible without reading it."""
     if section.name == BUILTIN and (section.subset, section.split, section.eval_split) != (None, "train", None):
         raise RecipeError("data.name='builtin' has its own train and test rows: leave out subset, split and eval_split")
+    for key in ("rows", "eval_rows") if section.name == BUILTIN else ():
+        if (getattr(section, key) or 0) > MAX_GENERATED:
+            raise RecipeError(f"data.{key}={getattr(section, key)}: expected at most {MAX_GENERATED:,} generated rows")
     check_local(section, ENDINGS)
     for key in ("prompt", "answer"):
         pattern = getattr(section, key)

@@ -24,8 +24,15 @@ LEAST: dict[str, float] = {
 }  # fmt: skip
 """Lowest valid value per key. `training.max_steps` may also be -1, which means "by epochs" in transformers."""
 
-MOST: dict[str, float] = {"lora.lora_dropout": 1, "training.label_smoothing_factor": 1}
-"""Highest valid value per key."""
+MOST: dict[str, float] = {
+    "lora.lora_dropout": 1, "training.label_smoothing_factor": 1, "lora.r": 2**16, "lora.lora_alpha": 10**9,
+    "data.max_length": 2**24, "data.rows": 10**12, "data.eval_rows": 10**9, "data.generate_rows": 10**9,
+    "data.documents": 10**7, "data.max_new_tokens": 10**6, "training.per_device_train_batch_size": 10**6,
+    "training.per_device_eval_batch_size": 10**6, "training.gradient_accumulation_steps": 10**6, "training.max_steps": 10**9,
+    "training.num_train_epochs": 10**6, "training.dataloader_num_workers": 1024, "training.seed": 2**32 - 1,
+    "training.data_seed": 2**32 - 1, "training.save_total_limit": 10**6,
+}  # fmt: skip
+"""Highest valid value per key: memory, processes and loops grow with them. Seeds end where numpy's do."""
 
 
 def check_value(key: str, value: Any, hint: Any) -> Any:
@@ -53,7 +60,7 @@ def check_value(key: str, value: Any, hint: Any) -> Any:
         by_epochs = key == "training.max_steps" and result == -1
         if not ((math.isfinite(result) and least <= result <= most) or by_epochs):
             bounds = [f"at least {least:g}"] if least > -math.inf else []
-            bounds += [f"at most {most:g}"] if most < math.inf else []
+            bounds += [f"at most {most:,.15g}"] if most < math.inf else []
             raise RecipeError(
                 f"{key}={shown(value)}: expected a finite number{', ' if bounds else ''}{' and '.join(bounds)}"
             )

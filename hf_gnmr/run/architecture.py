@@ -1,0 +1,109 @@
+"""A model's configuration, checked before anything is built from it.
+
+A configuration comes from a recipe, a folder or the Hub.  Building a model, on the meta device too, makes a module for each
+layer and expert, and some configurations make a list as long as a number says.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from ..reading import MAX_DATA_BYTES, MAX_MODEL_JSON_BYTES, FileError, open_regular, read_json
+from ..terminal import shown
+from .sections import ModelSection, RecipeError
+
+MAX_LAYERS = 1024
+"""Of numbers of layers. The deepest language models have about 130; on the meta device a layer takes milliseconds."""
+MAX_EXPERTS = 4096
+"""Of numbers of experts in a layer."""
+MAX_SIZE = 2**24
+"""Of any other size (hidden, vocabulary, heads, positions): 16.8 million; the longest contexts have 10 million positions."""
+MAX_PARAMETERS = 10**13
+"""Of a model's parameters, counted on the meta device."""
+LAYERS = re.compile(r"(^|_)(layers?|blocks?|depth)(_|$)")
+EXPERTS = re.compile(r"experts")
+NO_SIZE = re.compile(r"theta|token|_id$|_ids$|seed|factor|eps|scal|_size_limit|dtype|bytes")
+"""Keys whose whole numbers size nothing."""
+READ_FROM_FOLDERS = (".json", ".safetensors", ".bin", ".model", ".jinja", ".txt")
+"""Endings of the files that transformers and PEFT read in a model's or adapter's folder."""
+
+
+def check_sizes(values: Any, where: str) -> None:
+    """Refuse a configuration's sizes beyond the limits, in its parts too (`text_config`, `rope_scaling`).
+
+    Args:
+        values: as read, before transformers has made anything of it.
+        where: begins the message, as "model.architecture".
+
+    Raises:
+        RecipeError: naming key and value.
+    """
+    parts = [(where, values)]
+    while parts:
+        place, part = parts.pop()
+        for key, value in part.items() if isinstance(part, dict) else enumerate(part):
+            name = f"{place}.{key}"
+            if isinstance(value, (dict, list, tuple)):
+                parts.append((name, value))
+            elif isinstance(value, (int, float)) and not isinstance(value, bool) and not NO_SIZE.search(name.lower()):
+                most = _most(str(key) if isinstance(part, dict) else place)
+                if abs(value) > most:
+                    raise RecipeError(f"{name}={shown(value)}: expected at most {most:,}")
+
+
+def _most(key: str) -> int:
+    name = key.lower().rpartition(".")[2]
+    if EXPERTS.search(name):
+        return MAX_EXPERTS
+    # Not those that say which or how wide the layers are (layer_types, layer_norm_eps); decoder_layers, n_layer, num_blocks.
+    return MAX_LAYERS if LAYERS.search(name) and not name.startswith("layer") else MAX_SIZE
+
+
+def check_parameters(model: Any, where: str) -> None:
+    """Refuse a model on the meta device that has more parameters than `MAX_PARAMETERS`."""
+    count = sum(p.numel() for p in model.parameters())
+    if count > MAX_PARAMETERS:
+        raise RecipeError(f"{where}: expected at most {MAX_PARAMETERS:,} parameters, got {count:,}")
+
+
+def check_folder(folder: str | Path, where: str) -> None:
+    """Refuse a local folder in which a file that would be read is no regular one, or a JSON file is beyond its size.
+
+    Raises:
+        RecipeError: naming the file; a FIFO, for one, would make the libraries wait for ever.
+    """
+    path = Path(folder).expanduser()
+    for file in sorted(path.iterdir()) if path.is_dir() else []:
+        if file.suffix in READ_FROM_FOLDERS and not file.is_dir():
+            try:
+                open_regular(file, MAX_MODEL_JSON_BYTES if file.suffix == ".json" else MAX_DATA_BYTES).close()
+            except FileError as error:
+                raise RecipeError(f"{where}: {error}") from error
+
+
+def load_config(source: str | Path, section: ModelSection) -> Any:
+    """A model's transformers configuration, its sizes checked before and after transformers has read them.
+
+    Args:
+        source: folder or Hub id.
+        section: revision, and whether the model's own code may run.
+
+    Raises:
+        RecipeError: sizes beyond the limits, or a file that is no regular one.
+        OSError, ValueError: transformers cannot load it.
+    """
+    from transformers import AutoConfig
+
+    where = f"model.name={shown(section.name)}: its configuration"
+    check_folder(source, f"model.name={shown(section.name)}")
+    file = Path(source).expanduser() / "config.json"
+    if file.is_file():
+        try:
+            check_sizes(read_json(file), where)
+        except FileError as error:
+            raise RecipeError(f"{where} cannot be read: {error}") from error
+    config = AutoConfig.from_pretrained(source, revision=section.revision, trust_remote_code=section.trust_remote_code)
+    check_sizes(config.to_dict(), where)
+    return config
