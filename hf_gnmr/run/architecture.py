@@ -6,25 +6,32 @@ layer and expert, and some configurations make a list as long as a number says.
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 from ..reading import MAX_DATA_BYTES, MAX_MODEL_JSON_BYTES, FileError, open_regular, read_json
-from ..terminal import shown
+from ..terminal import printable, shown
 from .sections import ModelSection, RecipeError
 
 MAX_LAYERS = 1024
 """Of numbers of layers. The deepest language models have about 130; on the meta device a layer takes milliseconds."""
-MAX_EXPERTS = 4096
-"""Of numbers of experts in a layer."""
+MAX_PARTS = 2**14
+"""Of other numbers of parts (experts, codebooks, heads), each of which may be a module."""
+MAX_EXPERTS = 2**19
+"""Of experts in all layers together."""
 MAX_SIZE = 2**24
-"""Of any other size (hidden, vocabulary, heads, positions): 16.8 million; the longest contexts have 10 million positions."""
+"""Of widths and lengths: 16.8 million; the longest contexts have 10 million positions."""
+MAX_VOCABULARY = 2**27
+"""Of vocabularies: 134 million; tables of n-grams have 20 million rows."""
 MAX_PARAMETERS = 10**13
 """Of a model's parameters, counted on the meta device."""
-LAYERS = re.compile(r"(^|_)(layers?|blocks?|depth)(_|$)")
-EXPERTS = re.compile(r"experts")
-NO_SIZE = re.compile(r"theta|token|_id$|_ids$|seed|factor|eps|scal|_size_limit|dtype|bytes")
+LAYERS = re.compile(r"(^|_)(layers?|blocks?|depths?|groups?)$")
+PARTS = re.compile(
+    r"^(num|number_of)_(?!.*(position|token|embed|bin|frame|sample|bucket|step|label|channel|feature|patch|param))"
+)
+NO_SIZE = re.compile(r"theta|token|_ids?$|seed|factor|scal|clip|logit|val(ue)?$|limit|bytes")
 """Keys whose whole numbers size nothing."""
 READ_FROM_FOLDERS = (".json", ".safetensors", ".bin", ".model", ".jinja", ".txt")
 """Endings of the files that transformers and PEFT read in a model's or adapter's folder."""
@@ -43,22 +50,40 @@ def check_sizes(values: Any, where: str) -> None:
     parts = [(where, values)]
     while parts:
         place, part = parts.pop()
-        for key, value in part.items() if isinstance(part, dict) else enumerate(part):
+        items = part.items() if isinstance(part, dict) else enumerate(part)
+        for key, value in items:
             name = f"{place}.{key}"
             if isinstance(value, (dict, list, tuple)):
                 parts.append((name, value))
-            elif isinstance(value, (int, float)) and not isinstance(value, bool) and not NO_SIZE.search(name.lower()):
-                most = _most(str(key) if isinstance(part, dict) else place)
-                if abs(value) > most:
-                    raise RecipeError(f"{name}={shown(value)}: expected at most {most:,}")
+            elif isinstance(value, (int, float)) and not isinstance(value, bool):
+                most = _most(str(key) if isinstance(part, dict) else place.rpartition(".")[2])
+                if value == value and value > most:
+                    raise RecipeError(f"{printable(name)}={shown(value)}: expected at most {most:,}")
+        if isinstance(part, dict):
+            _check_experts(part, place)
 
 
-def _most(key: str) -> int:
-    name = key.lower().rpartition(".")[2]
-    if EXPERTS.search(name):
-        return MAX_EXPERTS
-    # Not those that say which or how wide the layers are (layer_types, layer_norm_eps); decoder_layers, n_layer, num_blocks.
-    return MAX_LAYERS if LAYERS.search(name) and not name.startswith("layer") else MAX_SIZE
+def _most(key: str) -> float:
+    """The limit of a key's numbers."""
+    name = key.lower()
+    if NO_SIZE.search(name):
+        return math.inf
+    if "vocab" in name:
+        return MAX_VOCABULARY
+    if LAYERS.search(name):
+        return MAX_LAYERS
+    return MAX_PARTS if PARTS.search(name) else MAX_SIZE
+
+
+def _check_experts(part: dict[str, Any], place: str) -> None:
+    """Refuse too many experts over all layers of one part of a configuration."""
+    counts = {key: value for key, value in part.items() if isinstance(value, int) and isinstance(key, str)}
+    layers = max((value for key, value in counts.items() if LAYERS.search(key)), default=1)
+    for key, value in counts.items():
+        if key.endswith("experts") and value * layers > MAX_EXPERTS:
+            raise RecipeError(
+                f"{place}.{key}={value:,} in {layers:,} layers: expected at most {MAX_EXPERTS:,} experts in all"
+            )
 
 
 def check_parameters(model: Any, where: str) -> None:

@@ -104,6 +104,11 @@ def check_local(section: DataSection, endings: tuple[str, ...]) -> None:
     path = local_file(section.name)
     if path is None and Path(section.name).suffix.lower() in endings:
         raise RecipeError(f"data.name={shown(section.name)}: no such file")
+    if path is not None and path.is_dir() and re.search(r"[\[\]*?]", str(path.resolve())):
+        # Another folder may match: datasets takes the name as a pattern.
+        raise RecipeError(
+            f"data.name={shown(section.name)}: expected a folder without any of [ ] * ? in its path, or a file"
+        )
     if path is None or path.is_dir():
         return
     if not path.is_file():

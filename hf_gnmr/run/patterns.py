@@ -1,8 +1,8 @@
 """Regular expressions from recipes and adapters, tried under a time limit before PEFT matches them.
 
 An expression such as ``(a+)+b`` takes exponential time on some names, and whether one does cannot be read off its text
-without refusing honest ones.  So it is tried: a helper process matches it against the names that PEFT will match it against, in the
-way that PEFT does, and is ended after a few seconds; Python cannot interrupt a match in its own process.
+without refusing honest ones.  So it is tried: a helper process matches it against the names that PEFT will match it against,
+in the way that PEFT does, and is ended after a few seconds; Python cannot interrupt a match in its own process.
 """
 
 from __future__ import annotations
