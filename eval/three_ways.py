@@ -36,6 +36,7 @@ from hf_gnmr.run.data import encode, load_rows
 from hf_gnmr.run.models import add_adapters, load_base, load_tokenizer, model_source
 from hf_gnmr.run.recipe import find_recipe, load_recipe
 from hf_gnmr.run.sections import Recipe
+from hf_gnmr.terminal import error_line
 from hf_gnmr.trace.file import read_trace
 from hf_gnmr.training.gradients import GradientNorms
 
@@ -53,7 +54,7 @@ def main() -> int:
         if recipe.lora is None:
             raise ConfigError(f"{options.recipe}: lora: expected a section with an adapter, got none")
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 2
     started = time.perf_counter()
     if not options.table_only:

@@ -43,6 +43,8 @@ MAX_TEXT_BYTES = 2 * 2**30
 """Of a data file that is read whole: text, a JSON list of rows."""
 MAX_PAGE_BYTES = 2**20
 """Of a file of a run's folder that the report shows as it is (recipe, environment)."""
+SHIPPED = (Path(__file__).parent / "recipes", Path(__file__).parents[1] / "recipes")
+"""Folders of the recipes that come with the package: installed, and in the repository."""
 KINDS = {
     stat.S_ISDIR: "a folder",
     stat.S_ISFIFO: "a FIFO",

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..config import ConfigError
 from ..files import FileError, free_name, read_json, write_json, write_text
-from ..terminal import cleaned, error_line
+from ..terminal import clean, cleaned, error_line
 from .scores import figure, standard_error
 from .subjects import EVAL_FOLDER, PRECISIONS, folder_for, resolve
 from .table import as_csv, markdown
@@ -65,7 +65,7 @@ def write(folders: list[Path], against: str | None, output: Path | None, shown: 
         FileError: a result that cannot be read.
     """
     table = compare(folders, against, shown)
-    text = markdown(table)
+    text = clean(markdown(table))
     print(text, flush=True)
     if output is None:
         return

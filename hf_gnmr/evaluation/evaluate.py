@@ -27,7 +27,7 @@ from .data import BUILTIN, check_shots, splits_of
 from .harness import harness_tasks, run_task
 from .models import adapter_effect, build
 from .plan import Plan, plan_of, version_of
-from .subjects import PRECISIONS, Subject, resolve
+from .subjects import PRECISIONS, Subject, resolve, with_trust
 from .tasks import OPTIONS, Request, default_tasks, names_taking, parse_tasks, subject_forms
 
 MAX_GEN_TOKENS = 256
@@ -70,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-gen-tokens", type=int, help=f"{names_taking('max_gen_tokens')}: tokens per answer at most (default 256)")
     add("--chat-template", action="store_true", help="put prompts into the tokenizer's chat template")
     add("--output", help="folder for results; default: RUN/eval, or eval-results/NAME-… for a base model")
+    add("--trust-remote-code", action="store_true", help="run code that comes with the model, if you trust its author")
     add("--offline", action="store_true", help="no network: nothing is requested from the Hub")
     return parser
 
@@ -88,7 +89,7 @@ def _checked(options: argparse.Namespace) -> tuple[list[Request], list[Subject]]
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"{_flag(name)} {value}: expected a whole number above 0")
-    subjects = [resolve(run, options.base, options.precision) for run in options.runs]
+    subjects = [with_trust(resolve(run, options.base, options.precision), options.trust_remote_code) for run in options.runs]
     if any(request.task.by_lm_eval for request in requests) and not importlib.util.find_spec("lm_eval"):
         raise ConfigError("these tasks need lm-eval: pip install 'hf-gnmr[eval]'")
     _name_options_without_effect(requests, options)

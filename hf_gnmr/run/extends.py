@@ -9,14 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..reading import MAX_EXTENDS, MAX_YAML_BYTES, FileError, read_utf8
+from ..reading import MAX_EXTENDS, MAX_YAML_BYTES, SHIPPED, FileError, read_utf8
 from ..terminal import shown
 from .sections import RecipeError
 from .yaml12 import YamlError, load_yaml
-
-PACKAGE = Path(__file__).parents[1]
-SHIPPED = (PACKAGE / "recipes", PACKAGE.parent / "recipes")
-"""Folders of the recipes that come with the package: installed, and in the repository."""
 
 
 def read_values(path: Path, *, foreign: bool) -> Any:

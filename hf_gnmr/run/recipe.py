@@ -20,9 +20,10 @@ from typing import Any
 from ..backends import BACKENDS, option_names
 from ..config import ConfigError, GNMRConfig, field_defaults, one_of
 from ..control.triggers import TRIGGERS
+from ..reading import SHIPPED
 from ..terminal import shown
 from ..training.options import DEFAULT_BACKEND, DEFAULT_TRIGGER
-from .extends import SHIPPED, extended_by, read_values
+from .extends import extended_by, read_values
 from .sections import (
     BackendSection,
     DataSection,

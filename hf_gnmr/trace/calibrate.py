@@ -24,6 +24,7 @@ import numpy as np
 from ..config import ConfigError, parse_bytes
 from ..control.controller import Bools
 from ..files import plain, printable, write_text
+from ..reading import SHIPPED
 from ..terminal import cleaned, error_line
 from .file import TraceError
 from .metrics import exceedance
@@ -267,8 +268,11 @@ def main(argv: list[str] | None = None) -> int:
         if extends is not None:
             if not Path(extends).is_file():
                 raise ConfigError(f"--extends {extends}: no such file")
-            # The path is relative to the folder of the recipe that contains it.
-            extends = os.path.relpath(extends, Path(options.output).resolve().parent if options.output else Path.cwd())
+            # The path is relative to the folder of the recipe that contains it, and below it, or recipes refuse it.
+            home = Path(options.output).resolve().parent if options.output else Path.cwd()
+            if not any(Path(extends).resolve().is_relative_to(folder.resolve()) for folder in (home, *SHIPPED)):
+                raise ConfigError(f"--extends {extends}: expected a recipe below {home}, where the fragment is to be")
+            extends = os.path.relpath(extends, home)
         text = fragment(proposal, command, extends)
         if options.output is not None:
             if Path(options.output).exists():
