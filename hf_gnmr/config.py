@@ -185,7 +185,7 @@ def integer(name: str, value: Any, least: int, what: str = "a whole number", mos
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ConfigError(f"{name}={shown(value)}: expected {what}, at least {least}")
-    if value > most:
+    if int(value) > most:
         raise ConfigError(f"{name}={shown(value)}: expected {what}, at most {most:,}")
     return int(value)
 
@@ -212,7 +212,7 @@ def _check_max_o(value: Any) -> int | float:
     if isinstance(value, Integral):
         if value < 0:
             raise ConfigError(f"max_o={shown(value)}: expected {expected}")
-        if value > MAX_COUNT:
+        if int(value) > MAX_COUNT:
             raise ConfigError(f"max_o={shown(value)}: expected a whole number of units, at most {MAX_COUNT:,}")
         if value == 0:
             warnings.warn("max_o=0: no unit is ever lifted, the run stays on the low-cost path", stacklevel=4)

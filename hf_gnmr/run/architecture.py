@@ -58,7 +58,7 @@ def check_sizes(values: Any, where: str) -> None:
             elif isinstance(value, (int, float)) and not isinstance(value, bool):
                 most = _most(str(key) if isinstance(part, dict) else place.rpartition(".")[2])
                 if value == value and value > most:
-                    raise RecipeError(f"{printable(name)}={shown(value)}: expected at most {most:,}")
+                    raise RecipeError(f"{printable(name, 400)}={shown(value)}: expected at most {most:,}")
         if isinstance(part, dict):
             _check_experts(part, place)
 

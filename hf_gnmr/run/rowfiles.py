@@ -40,8 +40,8 @@ class Written(float):
         number.text = text
         return number
 
-    def __getnewargs__(self) -> tuple[str]:
-        return (self.text,)
+    def __reduce__(self) -> tuple[type[Written], tuple[str]]:
+        return Written, (self.text,)
 
     def __str__(self) -> str:
         return self.text
