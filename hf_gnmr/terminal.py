@@ -52,7 +52,7 @@ def shown(value: Any, most: int = SHOWN) -> str:
 
 def _parts(value: Any, most: int) -> Iterator[str]:
     kind = type(value)
-    if kind in (list, tuple, set, frozenset) and value:
+    if kind in (list, tuple, set) and value:
         opening, closing = "[]" if kind is list else "()" if kind is tuple else "{}"
         yield opening
         for number, item in enumerate(value):

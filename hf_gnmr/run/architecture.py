@@ -11,6 +11,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..reading import MAX_DATA_BYTES, MAX_MODEL_JSON_BYTES, FileError, open_regular, read_json
 from ..terminal import printable, shown
 from .sections import ModelSection, RecipeError
@@ -86,11 +88,24 @@ def _check_experts(part: dict[str, Any], place: str) -> None:
             )
 
 
-def check_parameters(model: Any, where: str) -> None:
-    """Refuse a model on the meta device that has more parameters than `MAX_PARAMETERS`."""
+def on_meta(config: Any, section: ModelSection, dtype: torch.dtype) -> Any:
+    """A model of a configuration on the meta device, where it takes no memory for its weights.
+
+    Raises:
+        RecipeError: transformers cannot build it, or it has more parameters than `MAX_PARAMETERS`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            # Given, and not left open: transformers would ask on the terminal whether to run a model's own code.
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=section.trust_remote_code)
+    except (ValueError, TypeError, RuntimeError, ImportError, OverflowError, MemoryError) as error:
+        raise RecipeError(f"model: cannot build a model of its configuration: {printable(str(error), 400)}") from error
     count = sum(p.numel() for p in model.parameters())
     if count > MAX_PARAMETERS:
-        raise RecipeError(f"{where}: expected at most {MAX_PARAMETERS:,} parameters, got {count:,}")
+        raise RecipeError(f"model: expected at most {MAX_PARAMETERS:,} parameters, got {count:,}")
+    return model
 
 
 def check_folder(folder: str | Path, where: str) -> None:

@@ -17,7 +17,7 @@ from ..backends import BACKENDS
 from ..backends.units import lora_part
 from ..config import GNMRConfig, SetupError
 from ..terminal import shown
-from .architecture import check_folder, check_parameters, check_sizes, load_config
+from .architecture import check_folder, check_sizes, load_config, on_meta
 from .patterns import check_patterns
 from .sections import LoraSection, ModelSection, RecipeError
 
@@ -77,10 +77,11 @@ def build_from_scratch(section: ModelSection, seed: int) -> Any:
 
     config = architecture_config(section)
     try:
-        with torch.device("meta"):
-            check_parameters(AutoModelForCausalLM.from_config(config), "model.architecture")
+        on_meta(config, section, torch.float32)  # refuses what is too large
         set_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=section.attn_implementation)
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=section.attn_implementation, trust_remote_code=section.trust_remote_code
+        )
     except RecipeError:
         raise
     except (ValueError, TypeError, RuntimeError, ImportError, MemoryError, OverflowError) as error:

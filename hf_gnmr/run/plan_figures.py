@@ -26,7 +26,7 @@ from ..control.triggers import make_trigger
 from ..terminal import shown
 from ..trace.lifted import resolve_trigger_options
 from ..training.options import DEFAULT_BACKEND, Options, within_budget
-from .architecture import check_parameters, load_config
+from .architecture import load_config, on_meta
 from .models import BUILTIN, architecture_config, lora_config, module_names
 from .patterns import check_patterns
 from .recipe import SCRATCH
@@ -183,17 +183,15 @@ def architecture(recipe: Recipe) -> tuple[Any, str]:
 def _with_adapters(config: Any, recipe: Recipe, backend: type[Backend] | None) -> tuple[Any, list[Unit]]:
     """The model with its adapters on the meta device, the base stored as by `backend` (None: BF16), and its units."""
     from peft import get_peft_model
-    from transformers import AutoModelForCausalLM
 
     section = recipe.lora
     assert section is not None  # only a base under adapters is quantised
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = on_meta(config, recipe.model, torch.bfloat16)
         if backend is not None:
             with _silent():
                 backend.quantise_on_meta(model)
         model.requires_grad_(False)
-        check_parameters(model, "model")
         check_patterns({"target_modules": section.target_modules}, module_names(model), "lora.")
         try:
             model = get_peft_model(model, lora_config(section))
@@ -217,13 +215,8 @@ def _silent() -> Iterator[None]:
 
 def base_on_meta(recipe: Recipe, config: Any) -> Any:
     """The recipe's model on the meta device, without adapters."""
-    from transformers import AutoModelForCausalLM
-
     bf16 = recipe.lora is not None or recipe.model.dtype == "bfloat16"
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if bf16 else torch.float32)
-    check_parameters(model, "model")
-    return model
+    return on_meta(config, recipe.model, torch.bfloat16 if bf16 else torch.float32)
 
 
 def seats_on_meta(recipe: Recipe, model: Any, total_steps: int | None = None) -> tuple[Any, list[Unit], int, int]:
