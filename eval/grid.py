@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import json
 import math
 import multiprocessing
 import os
@@ -21,6 +20,7 @@ from typing import Any, TextIO
 from arms import Job, Study, overrides_of
 
 from hf_gnmr.config import ConfigError
+from hf_gnmr.files import read_json
 from hf_gnmr.run.recipe import find_recipe, load_recipe
 from hf_gnmr.trace.file import read_trace
 
@@ -168,7 +168,7 @@ def read(study: Study, job: Job) -> dict[str, Any] | None:
             raise ConfigError(f"{folder} holds a run with other settings in section {section}: choose another --out")
     if not (folder / "results.json").is_file() or not (folder / "summary.json").is_file():
         return None
-    figures = {**json.loads((folder / "summary.json").read_text()), **json.loads((folder / "results.json").read_text())}
+    figures = {**read_json(folder / "summary.json"), **read_json(folder / "results.json")}
     steps = expected["training"].get("max_steps", -1)
     if figures["missing_steps"] or (steps > 0 and figures["steps"] != steps):
         return None

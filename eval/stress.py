@@ -39,6 +39,7 @@ from stress_tables import rows_of, table
 from hf_gnmr.config import ConfigError
 from hf_gnmr.run.plan_figures import architecture, base_on_meta, options_of, seats_on_meta
 from hf_gnmr.run.recipe import SCRATCH, find_recipe, load_recipe
+from hf_gnmr.terminal import error_line
 
 __all__ = ["main", "table"]
 
@@ -57,7 +58,7 @@ def main() -> int:
             failed = run_all(study, jobs, options.workers)
         runs = {job: figures for job in jobs if (figures := read(study, job)) is not None}
     except ConfigError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 2
     times = {}
     if options.times:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import statistics
 import subprocess
 import sys
@@ -33,12 +32,13 @@ from hf_gnmr.backends.bf16_cpu import float32_kernels
 from hf_gnmr.backends.units import find_units
 from hf_gnmr.config import ConfigError
 from hf_gnmr.control.gnmr import Controller
-from hf_gnmr.files import write_json
+from hf_gnmr.files import read_json, write_json
 from hf_gnmr.run.data import encode, load_rows
 from hf_gnmr.run.emulated import kernels
 from hf_gnmr.run.models import add_adapters, load_base, load_tokenizer, model_source
 from hf_gnmr.run.recipe import find_recipe, load_recipe
 from hf_gnmr.run.sections import Recipe
+from hf_gnmr.terminal import error_line
 from hf_gnmr.trace.file import read_trace
 from hf_gnmr.training.gradients import GradientNorms
 
@@ -56,7 +56,7 @@ def main() -> int:
         if recipe.lora is None:
             raise ConfigError(f"{options.recipe}: lora: expected a section with an adapter, got none")
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 2
     emulated, line = kernels(recipe)
     print(line, flush=True)
@@ -117,7 +117,7 @@ def train(way: str, emulated: bool, options: argparse.Namespace) -> int:
 
 def read_run(folder: Path) -> dict[str, Any]:
     """A run's figures: summary, results, mean training loss of its last five steps."""
-    figures = {**json.loads((folder / "summary.json").read_text()), **json.loads((folder / "results.json").read_text())}
+    figures = {**read_json(folder / "summary.json"), **read_json(folder / "results.json")}
     losses = [line["loss"] for line in read_trace(folder / "trace.jsonl").steps if line["loss"] is not None]
     figures["losses"] = losses
     figures["last_losses"] = statistics.mean(losses[-5:]) if losses else None

@@ -108,7 +108,7 @@ def load(options: argparse.Namespace) -> tuple[Any, Any]:
     )
     model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
 
-    rows = [json.loads(line) for line in Path(options.data).read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in Path(options.data).read_bytes().split(b"\n") if line.strip()]
     texts: Any = [f"Question: {row['question']}\nAnswer: {row['answer']}" for row in rows]
 
     def collate(batch: list[str]) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ import sys
 from importlib import import_module
 
 from .config import ConfigError, SetupError
+from .terminal import cleaned, error_line
 
 COMMANDS = {
     "train": ("train", "run a recipe"),
@@ -22,6 +23,7 @@ COMMANDS = {
 """Each command's module, whose `main` it runs, and its help."""
 
 
+@cleaned
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     arguments = sys.argv[1:] if argv is None else argv
@@ -47,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
         print(f"written: {import_gguf(options.gguf_file, options.folder)}")
     except (ConfigError, SetupError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 2
     return 0
 

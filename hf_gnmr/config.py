@@ -22,12 +22,20 @@ from fractions import Fraction
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
+from .terminal import shown
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
 class ConfigError(ValueError):
     """A setting that cannot be used; the message names field, value and what was expected."""
+
+
+MAX_DELTA = 10_000
+"""Of `delta`: the monitor keeps delta scores of every unit, 1.6 GB for 20,000 units."""
+MAX_COUNT = 10**9
+"""Of numbers of steps and units (`max_o`, `t_lock`): beyond any run, and far from the end of int64."""
 
 
 class SetupError(RuntimeError):
@@ -77,8 +85,8 @@ class GNMRConfig:
             self.beta = above_zero("beta", self.beta, " (or None: Δ-GNMR triggers nothing)")
         for name in ("alpha_init_fraction", "fidelity_warmup"):
             setattr(self, name, share(name, getattr(self, name), "a share of the steps from 0 to 1"))
-        self.delta = whole("delta", self.delta, 1)
-        self.t_lock = whole("t_lock", self.t_lock, 0)
+        self.delta = whole("delta", self.delta, 1, most=MAX_DELTA)
+        self.t_lock = whole("t_lock", self.t_lock, 0, most=MAX_COUNT)
         self.max_o = _check_max_o(self.max_o)
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,7 +130,7 @@ def number(name: str, value: Any, expected: str) -> float:
         ConfigError: naming field, value and type, and what was expected.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise ConfigError(f"{name}={value!r}: expected {expected}, got a {type(value).__name__}")
+        raise ConfigError(f"{name}={shown(value)}: expected {expected}, got a {type(value).__name__}")
     try:
         return float(value)
     except OverflowError:
@@ -138,7 +146,7 @@ def above_zero(name: str, value: Any, also: str = "") -> float:
     expected = f"a finite number above 0{also}"
     result = number(name, value, expected)
     if not math.isfinite(result) or result <= 0:
-        raise ConfigError(f"{name}={value!r}: expected {expected}")
+        raise ConfigError(f"{name}={shown(value)}: expected {expected}")
     return result
 
 
@@ -150,31 +158,35 @@ def share(name: str, value: Any, what: str = "a number from 0 to 1") -> float:
     """
     result = number(name, value, what)
     if not 0.0 <= result <= 1.0:
-        raise ConfigError(f"{name}={value!r}: expected {what}")
+        raise ConfigError(f"{name}={shown(value)}: expected {what}")
     return result
 
 
-def whole(name: str, value: Any, least: int, what: str = "a whole number") -> int:
-    """A whole number (4.0 counts as 4) of at least `least`.
+def whole(name: str, value: Any, least: int, what: str = "a whole number", most: int = MAX_COUNT) -> int:
+    """A whole number (4.0 counts as 4) from `least` to `most`.
 
     Raises:
         ConfigError: anything else.
     """
     expected = f"{what}, at least {least}"
     result = number(name, value, expected)
+    if math.isfinite(result) and result > most:
+        raise ConfigError(f"{name}={shown(value)}: expected {what}, at most {most:,}")
     if not math.isfinite(result) or result != int(result) or result < least:
-        raise ConfigError(f"{name}={value!r}: expected {expected}")
+        raise ConfigError(f"{name}={shown(value)}: expected {expected}")
     return int(result)
 
 
-def integer(name: str, value: Any, least: int, what: str = "a whole number") -> int:
-    """An integer of at least `least` (4.0 does not count).
+def integer(name: str, value: Any, least: int, what: str = "a whole number", most: int = 2**63 - 1) -> int:
+    """An integer from `least` to `most` (4.0 does not count).
 
     Raises:
         ConfigError: anything else.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise ConfigError(f"{name}={value!r}: expected {what}, at least {least}")
+        raise ConfigError(f"{name}={shown(value)}: expected {what}, at least {least}")
+    if int(value) > most:
+        raise ConfigError(f"{name}={shown(value)}: expected {what}, at most {most:,}")
     return int(value)
 
 
@@ -182,28 +194,31 @@ def one_of(name: str, value: Any, choices: Iterable[Any]) -> None:
     """Raise ConfigError unless `value` is one of `choices`, of the same type."""
     listed = list(choices)
     if not any(value == choice and type(value) is type(choice) for choice in listed):
-        raise ConfigError(f"{name}={value!r}: expected one of {', '.join(map(repr, listed))}")
+        raise ConfigError(f"{name}={shown(value)}: expected one of {', '.join(map(repr, listed))}")
 
 
 def nearest(name: Any, known: Iterable[str]) -> str:
     """A hint for an unknown name (YAML keys may also be numbers): the nearest known one, or all of them."""
     names = list(known)
-    matches = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)
+    text = name[:100] if isinstance(name, str) else shown(name)
+    matches = difflib.get_close_matches(text, names, n=1, cutoff=0.6)
     return f"did you mean {matches[0]!r}?" if matches else f"known: {', '.join(names)}"
 
 
 def _check_max_o(value: Any) -> int | float:
     expected = "a whole number of units (0 or more), or a float strictly between 0 and 1 (share of the recoverable units)"
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise ConfigError(f"max_o={value!r}: expected {expected}, got a {type(value).__name__}")
+        raise ConfigError(f"max_o={shown(value)}: expected {expected}, got a {type(value).__name__}")
     if isinstance(value, Integral):
         if value < 0:
-            raise ConfigError(f"max_o={value!r}: expected {expected}")
+            raise ConfigError(f"max_o={shown(value)}: expected {expected}")
+        if int(value) > MAX_COUNT:
+            raise ConfigError(f"max_o={shown(value)}: expected a whole number of units, at most {MAX_COUNT:,}")
         if value == 0:
             warnings.warn("max_o=0: no unit is ever lifted, the run stays on the low-cost path", stacklevel=4)
         return int(value)
     if not 0.0 < float(value) < 1.0:
-        raise ConfigError(f"max_o={value!r}: expected {expected}")
+        raise ConfigError(f"max_o={shown(value)}: expected {expected}")
     return float(value)
 
 
@@ -253,7 +268,7 @@ class DeclaredOptions:
         for name in values:
             if name not in cls.defaults():
                 hint = nearest(name, cls.defaults()) if cls.defaults() else "it has none"
-                raise ConfigError(f"{owner} has no option {name!r}: {hint}")
+                raise ConfigError(f"{owner} has no option {shown(name)}: {hint}")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -287,13 +302,18 @@ def parse_bytes(name: str, value: int | str) -> int:
     Raises:
         ConfigError: anything else, or a size that is not above 0.
     """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
+    # Only a short text: the expression takes quadratic time, and a float of hundreds of digits is infinite.
+    match = (
+        re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", value)
+        if isinstance(value, str) and len(value) < 64
+        else None
+    )
     if match and match[2].lower() in SIZES:
         size = int(float(match[1]) * SIZES[match[2].lower()])
     elif isinstance(value, int) and not isinstance(value, bool):
         size = value
     else:
         size = 0
-    if size <= 0:
-        raise ConfigError(f"{name}={value!r}: expected a number of bytes above 0, or text such as '6GB' or '500MiB'")
+    if not 0 < size < 2**63:
+        raise ConfigError(f"{name}={shown(value)}: expected a number of bytes above 0, or text such as '6GB' or '500MiB'")
     return size

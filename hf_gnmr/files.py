@@ -1,4 +1,4 @@
-"""Small files: written atomically, checked when read.
+"""Small files: written atomically, read within the limits of `reading`.
 
 JSON has no inf and no nan, so values that are not finite are written as the strings "inf", "-inf" and "nan".
 """
@@ -11,9 +11,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from .reading import FileError, read_json
+from .terminal import printable
 
-class FileError(ValueError):
-    """A file that is missing, foreign or broken; the message names it."""
+__all__ = ["FileError", "free_name", "partial_name", "plain", "printable", "read_json", "write_json", "write_text"]
 
 
 def plain(value: Any) -> Any:
@@ -40,21 +41,6 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     os.replace(partial, file)
 
 
-def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Raises:
-        FileError: no such file, not JSON, or not an object.
-    """
-    try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise FileError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise FileError(f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value
-
-
 def free_name(path: Path) -> Path:
     """The first of ``trace.1.jsonl``, ``trace.2.jsonl``, … that does not exist."""
     number = 1
@@ -66,9 +52,3 @@ def free_name(path: Path) -> Path:
 def partial_name(path: Path) -> Path:
     """Where a file is written before it is renamed to `path`: hidden, and specific to this process."""
     return path.with_name(f".{path.name}.{os.getpid()}.partial")
-
-
-def printable(text: str, most: int = 120) -> str:
-    """Text for a page or a terminal: no control characters, at most `most` characters."""
-    clean = "".join(c if c.isprintable() else "\ufffd" for c in text)
-    return clean if len(clean) <= most else f"{clean[: most - 1]}…"

@@ -33,6 +33,7 @@ from .run.prepare import TrainingData, find_model, kind_of, prepare_model, prepa
 from .run.recipe import find_recipe, load_recipe
 from .run.sections import Recipe, RecipeError
 from .script import write_script
+from .terminal import cleaned, error_line
 from .trace.lifted import LiftedRecord
 from .training.callback import GNMRCallback
 from .training.checks import refuse_training_settings
@@ -40,6 +41,7 @@ from .training.journal import TRACE_FILE, write_summary
 from .training.mixin import GNMRTrainer
 
 
+@cleaned
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status (2: an error that the user can fix, reported in one line)."""
     parser = argparse.ArgumentParser(prog="hf_gnmr.train", description="Train from a recipe.")
@@ -49,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         train(load_recipe(find_recipe(options.recipe), options.overrides))
     except (ConfigError, SetupError, FileError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 2
     # Threads of a process group that still run during interpreter shutdown can abort a process that has finished its work.
     # (After an error the group is left alone: its threads may wait for a peer that never answers.)

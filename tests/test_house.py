@@ -14,7 +14,7 @@ from hf_gnmr.control.triggers import TRIGGERS
 REPOSITORY = pathlib.Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "hf_gnmr"
 ORDER = (
-    ("config", "files", "script"),
+    ("config", "files", "reading", "script", "terminal"),
     ("control",),
     ("trace",),
     ("backends",),
@@ -101,7 +101,7 @@ def test_there_is_no_import_circle():
             visit(module, ())
 
 
-@pytest.mark.parametrize("wing", ["control", "trace", "config", "files"])
+@pytest.mark.parametrize("wing", ["control", "trace", "config", "files", "reading", "terminal"])
 def test_no_torch_where_traces_are_read(wing):
     for module, tree in TREES.items():
         if module.split(".")[0] != wing:

@@ -19,6 +19,7 @@ import numpy as np
 
 from ..config import ConfigError
 from ..files import FileError, free_name, read_json, write_json, write_text
+from ..terminal import clean, cleaned, error_line
 from .scores import figure, standard_error
 from .subjects import EVAL_FOLDER, PRECISIONS, folder_for, resolve
 from .table import as_csv, markdown
@@ -34,6 +35,7 @@ Rows = dict[str, list[Result]]
 """The results of each row of the table, by its name."""
 
 
+@cleaned
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="hf-gnmr compare", description="Evaluated runs side by side.")
@@ -44,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         write([Path(run) for run in options.runs], options.against, options.output)
     except (ConfigError, FileError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 2
     return 0
 
@@ -63,7 +65,7 @@ def write(folders: list[Path], against: str | None, output: Path | None, shown: 
         FileError: a result that cannot be read.
     """
     table = compare(folders, against, shown)
-    text = markdown(table)
+    text = clean(markdown(table))
     print(text, flush=True)
     if output is None:
         return

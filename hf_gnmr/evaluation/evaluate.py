@@ -22,18 +22,20 @@ from ..backends.bnb.int8 import cast_notes_silenced
 from ..config import ConfigError, SetupError
 from ..files import FileError, free_name, write_json
 from ..run.environment import machine
+from ..terminal import cleaned, error_line
 from .compare import write
 from .data import BUILTIN, check_shots, splits_of
 from .harness import harness_tasks, run_task
 from .models import adapter_effect, build
 from .plan import Plan, plan_of, version_of
-from .subjects import PRECISIONS, Subject, resolve
+from .subjects import PRECISIONS, Subject, resolve, with_trust
 from .tasks import OPTIONS, Request, default_tasks, names_taking, parse_tasks, subject_forms
 
 MAX_GEN_TOKENS = 256
 DTYPES = ("bfloat16", "float16", "float32")
 
 
+@cleaned
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status (2: something to fix)."""
     options = _parser().parse_args(argv)
@@ -50,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         output = Path(options.output or (folders[0] if len(folders) == 1 else "eval-results"))
         write(folders, None, output, {(plan.precision, request.label) for plan in plans for request in requests})
     except (ConfigError, SetupError, FileError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 2
     return 0
 
@@ -74,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-gen-tokens", type=int, help=f"{names_taking('max_gen_tokens')}: tokens per answer at most (default 256)")
     add("--chat-template", action="store_true", help="put prompts into the tokenizer's chat template")
     add("--output", help="folder for results; default: RUN/eval, or eval-results/NAME-… for a base model")
+    add("--trust-remote-code", action="store_true", help="run code that comes with the model, if you trust its author")
     add("--offline", action="store_true", help="no network: nothing is requested from the Hub")
     return parser
 
@@ -92,7 +95,7 @@ def _checked(options: argparse.Namespace) -> tuple[list[Request], list[Subject]]
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"{_flag(name)} {value}: expected a whole number above 0")
-    subjects = [resolve(run, options.base, options.precision) for run in options.runs]
+    subjects = [with_trust(resolve(run, options.base, options.precision), options.trust_remote_code) for run in options.runs]
     if any(request.task.by_lm_eval for request in requests) and not importlib.util.find_spec("lm_eval"):
         raise ConfigError("these tasks need lm-eval: pip install 'hf-gnmr[eval]'")
     _name_options_without_effect(requests, options)

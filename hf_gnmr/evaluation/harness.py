@@ -13,7 +13,7 @@ import torch
 
 from ..config import ConfigError
 from .data import splits_of
-from .rows import Splits
+from .rows import Splits, of_equal_types
 from .scores import figure, standard_error
 from .tasks import Request, Subjects
 from .tokens import score_by_token
@@ -91,17 +91,17 @@ def _configuration(request: Request, name: str, rows: Splits | None, subject: st
     if rows is None:
         return dict(config)
     config = {key: value for key, value in config.items() if key not in ("dataset_path", "dataset_name")}
-    config["custom_dataset"] = _as_dataset(rows)
+    config["custom_dataset"] = _as_dataset(rows, request.task.fields)
     for split in ("training_split", "validation_split", "test_split", "fewshot_split"):
         if config.get(split) is not None and config[split] not in rows:
             config[split] = None
     return config
 
 
-def _as_dataset(splits: Splits) -> Callable[..., Any]:
+def _as_dataset(splits: Splits, fields: tuple[str, ...]) -> Callable[..., Any]:
     from datasets import Dataset
 
-    datasets = {split: Dataset.from_list(rows) for split, rows in splits.items()}
+    datasets = {split: Dataset.from_list(of_equal_types(rows, fields)) for split, rows in splits.items()}
     return lambda **ignored: datasets
 
 

@@ -13,7 +13,10 @@ from ..backends import Int8Backend, NoBackend
 from ..backends.bnb.int8 import cast_notes_silenced
 from ..backends.units import all_layers
 from ..config import ConfigError
-from ..run.models import load_adapter, load_base, load_tokenizer, model_source
+from ..files import FileError, read_json
+from ..run.architecture import check_folder, check_sizes
+from ..run.models import load_adapter, load_base, load_tokenizer, model_source, module_names
+from ..run.patterns import check_patterns
 from .subjects import Subject, last_layers
 
 
@@ -46,9 +49,15 @@ def _adapted(model: Any, subject: Subject, adapter: Path) -> Any:
     from peft import PeftConfig, get_peft_model
 
     try:
+        check_folder(adapter, subject.label)
+        stored = read_json(adapter / "adapter_config.json")
+        check_sizes(stored, f"{subject.label}: adapter_config.json")
+        check_patterns(stored, module_names(model), f"{subject.label}: adapter_config.json: ")
         config = PeftConfig.from_pretrained(adapter)
         config.inference_mode = False  # else its parameters are frozen, and layers are recognised by what is trainable
         model = get_peft_model(model, config)
+    except (ConfigError, FileError):
+        raise
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{subject.label}: its adapter does not fit {subject.section.name}: {error}") from error
     try:

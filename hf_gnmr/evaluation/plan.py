@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import importlib.metadata
 import importlib.util
 import os
@@ -12,7 +13,9 @@ from typing import Any
 
 from ..config import ConfigError
 from ..files import FileError, free_name, read_json
+from ..run.architecture import load_config
 from ..run.models import load_tokenizer, model_source
+from ..terminal import shown
 from .data import fingerprint
 from .subjects import Subject, folder_for, identity_of, short_hash
 from .tasks import Request
@@ -95,7 +98,7 @@ def _key_in(file: Path) -> dict[str, Any] | None:
     try:
         key = read_json(file).get("key", {}) if file.is_file() else None
         if key is not None and not isinstance(key, dict):
-            raise FileError(f"{file}: key={key!r}: expected a JSON object")
+            raise FileError(f"{file}: key={shown(key)}: expected a JSON object")
     except FileError:
         print(f"{file} cannot be read (cut?): it is set aside, and the task evaluated again", flush=True)
         return {}
@@ -104,7 +107,9 @@ def _key_in(file: Path) -> dict[str, Any] | None:
 
 def _exists(file: Path, key: dict[str, Any]) -> bool:
     """Whether a result with this key exists; one that another evaluation set aside is moved back to `file`."""
-    set_aside = sorted(p for p in file.parent.glob(f"{file.stem}.*.json") if p.stem.rpartition(".")[2].isdigit())
+    set_aside = sorted(
+        p for p in file.parent.glob(f"{glob.escape(file.stem)}.*.json") if p.stem.rpartition(".")[2].isdigit()
+    )
     for candidate in (file, *set_aside):
         candidate_key = _key_in(candidate)
         if candidate_key is None or {**candidate_key, "place": None} != {**key, "place": None}:
@@ -124,17 +129,15 @@ def version_of(package: str) -> str:
 
 def check_before_loading(subject: Subject, requests: list[Request], options: argparse.Namespace) -> None:
     """Raise ConfigError for what the model's tokenizer and configuration rule out, before the weights are loaded."""
-    from transformers import AutoConfig
-
     source = model_source(subject.section)
     if not Path(source).is_dir() and Path(source).is_absolute():
         raise ConfigError(f"{subject.label}: {source}: no such folder")
     if options.chat_template and not getattr(load_tokenizer(source, subject.section), "chat_template", None):
         raise ConfigError(f"--chat-template: the tokenizer of {subject.section.name} has none")
     try:
-        config = AutoConfig.from_pretrained(
-            source, revision=subject.section.revision, trust_remote_code=subject.section.trust_remote_code
-        )
+        config = load_config(source, subject.section)
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         local = "" if Path(source).is_dir() else f"no folder {source} here, and no such model on the Hub or in its cache. "
         raise ConfigError(f"{subject.label}: {local}The configuration of {source} cannot be loaded: {error}") from error

@@ -16,6 +16,7 @@ from ..backends.bnb.int8 import Int8Options
 from ..config import ConfigError
 from ..control.baselines import AllLifted
 from ..files import read_json
+from ..reading import inside
 from ..run.recipe import load_recipe
 from ..run.sections import ModelSection, Recipe
 from ..trace.file import read_trace
@@ -97,6 +98,9 @@ def resolve(run: str, base: str | None, precision: str | None) -> Subject:
     if base is not None and not ((folder / RECIPE).is_file() or (folder / ADAPTER_CONFIG).is_file()):
         raise ConfigError(f"--base {base}: {run} holds no adapter that could be put over another base")
     above = folder.resolve().parent
+    for place, name in ((folder, RECIPE), (above, RECIPE), (folder, ADAPTER_CONFIG), (folder, MODEL_CONFIG)):
+        if not inside(place, name):
+            raise ConfigError(f"{run}: {name} is a link to a file outside {place}; expected a file of that folder")
     step = re.fullmatch(r"checkpoint-(\d+)", folder.resolve().name) if (above / RECIPE).is_file() else None
     if step is not None:
         return _of_run(run, folder, load_recipe(above / RECIPE), base, precision, int(step[1]))
@@ -111,6 +115,20 @@ def resolve(run: str, base: str | None, precision: str | None) -> Subject:
     if not folder.is_dir() and run.startswith((".", "/", "~")):
         raise ConfigError(f"{run}: no such folder")
     return Subject(run, ModelSection(name=run), None, _in_int8(precision))
+
+
+def with_trust(subject: Subject, trusted: bool) -> Subject:
+    """The subject, whose model's own code runs only if the command line permits it, whatever the run's recipe says.
+
+    Raises:
+        ConfigError: the recipe asks for it, and the command line does not permit it.
+    """
+    if subject.section.trust_remote_code and not trusted:
+        raise ConfigError(
+            f"{subject.label}: its recipe asks to run code that comes with {subject.section.name} (trust_remote_code); give "
+            "--trust-remote-code if you trust the author of that code and of the recipe"
+        )
+    return replace(subject, section=replace(subject.section, trust_remote_code=trusted))
 
 
 def _in_int8(precision: str | None) -> bool:
@@ -161,7 +179,7 @@ def identity_of(subject: Subject, precision: str) -> dict[str, Any]:
     """What two evaluations of the same model have in common: its contents. `place` is for people, and not compared."""
     adapter = {} if subject.adapter is None else {n: file_hash(subject.adapter / n) for n in (ADAPTER, ADAPTER_CONFIG)}
     base = Path(subject.section.name).expanduser()
-    base_files = [f for f in sorted(base.glob("*")) if f.suffix in MODEL_FILES] if base.is_dir() else []
+    base_files = [f for f in sorted(base.glob("*")) if f.suffix in MODEL_FILES and f.is_file()] if base.is_dir() else []
     recovery = None
     if subject.recipe is not None and subject.int8:
         source = subject.int8_options.recovery_source
@@ -210,6 +228,8 @@ def last_layers(subject: Subject) -> list[int]:
     """
     assert subject.adapter is not None
     run = subject.adapter if subject.checkpoint is None else subject.adapter.resolve().parent
+    if not inside(run, "trace.jsonl"):
+        raise ConfigError(f"--precision final: trace.jsonl of {subject.label} is a link to a file outside the run's folder")
     trace = read_trace(run / "trace.jsonl")
     steps = [step for step in trace.steps if subject.checkpoint is None or step["step"] == subject.checkpoint]
     if not steps:

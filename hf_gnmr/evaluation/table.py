@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from typing import Any
 
 import numpy as np
+
+from ..terminal import clean
 
 Cell = dict[str, Any]
 Table = dict[str, Any]
@@ -92,6 +95,22 @@ def _source(files: dict[str, str]) -> str:
     return ", ".join(f"{name} ({digest[:6]})" for name, digest in files.items())
 
 
+FORMULA = re.compile(r"\s*[=+\-@\t\r\uff1d\uff0b\uff0d\uff20]")
+"""How a cell begins that spreadsheets run as a formula, the full-width forms included."""
+
+
+def as_text(value: Any) -> Any:
+    """A cell that no spreadsheet runs: a text that would be a formula has an apostrophe before it; numbers stay numbers."""
+    if not isinstance(value, str):
+        return value if isinstance(value, (int, float)) or value is None else as_text(str(value))
+    text = clean(value)
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}" if FORMULA.match(value) else text
+    return text
+
+
 def as_csv(table: Table) -> str:
     """One line per cell, under `CSV_COLUMNS`."""
     out = io.StringIO()
@@ -101,7 +120,8 @@ def as_csv(table: Table) -> str:
         for column, cell in cells.items():
             difference = cell.get("difference") or {}
             writer.writerow(
-                [
+                as_text(cell_value)
+                for cell_value in [
                     name,
                     column,
                     cell["value"],

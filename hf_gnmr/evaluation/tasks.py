@@ -19,8 +19,9 @@ from functools import partial
 from pathlib import Path
 
 from ..config import ConfigError
+from ..terminal import shown
 from . import smoke
-from .rows import Row, Splits, json_lines, wikitext_rows
+from .rows import INDEX, Row, Splits, json_lines, wikitext_rows
 
 OPTIONS = ("shots", "chat_template", "block", "stride", "max_gen_tokens")
 """Command-line options that apply to some tasks only, see `Task.takes`."""
@@ -101,7 +102,7 @@ class Task:
 def text_error(row: Row, fields: tuple[str, ...]) -> str | None:
     """What is wrong with a row whose `fields` are to be texts; None: nothing."""
     wrong = next((field for field in fields if not isinstance(row[field], str)), None)
-    return None if wrong is None else f"{wrong}={row[wrong]!r}: expected a text"
+    return None if wrong is None else f"{wrong}={shown(row[wrong])}: expected a text"
 
 
 def choice_error(row: Row, options: str, answer: str, exactly: int | None = None) -> str | None:
@@ -115,9 +116,9 @@ def choice_error(row: Row, options: str, answer: str, exactly: int | None = None
     """
     listed, index = row[options], row[answer]
     if not isinstance(listed, list) or (len(listed) < 2 if exactly is None else len(listed) != exactly):
-        return f"{options}={listed!r}: expected a list of {exactly or '2 or more'} texts"
-    if isinstance(index, bool) or not str(index).isdigit() or int(str(index)) >= len(listed):
-        return f"{answer}={index!r}: expected 0 to {len(listed) - 1}"
+        return f"{options}={shown(listed)}: expected a list of {exactly or '2 or more'} texts"
+    if isinstance(index, bool) or not INDEX.fullmatch(str(index)) or int(str(index)) >= len(listed):
+        return f"{answer}={shown(index)}: expected 0 to {len(listed) - 1}"
     return None
 
 

@@ -6,7 +6,7 @@ answer and, if the prompt still leaves too little room, the beginning of its pro
 
 from __future__ import annotations
 
-import os
+import re
 import string
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,9 +14,17 @@ from typing import Any
 
 from datasets import Dataset, load_dataset
 
+from ..reading import FileError
+from ..terminal import printable, shown
+from .rowfiles import local_file, rows_of
 from .sections import DataSection, RecipeError
 
-LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+ENDINGS = (".json", ".jsonl", ".parquet")
+"""Of local files with rows."""
+MAX_GENERATED = 10**7
+"""Rows of ``builtin``, which are held in memory."""
+WIDEST = 4
+"""Digits of a width or precision in a template: {question:9999} is the widest."""
 BUILTIN = "builtin"
 IGNORED = -100
 """The label that transformers' losses ignore."""
@@ -73,29 +81,50 @@ def check_source(section: DataSection) -> None:
     """Raise RecipeError for errors in a data source that are visible without reading it."""
     if section.name == BUILTIN and (section.subset, section.split, section.eval_split) != (None, "train", None):
         raise RecipeError("data.name='builtin' has its own train and test rows: leave out subset, split and eval_split")
-    path = Path(section.name)
-    if path.suffix.lower() in LOADERS and not path.is_file():
-        raise RecipeError(f"data.name={section.name!r}: no such file")
-    if path.is_file() and path.suffix.lower() not in LOADERS:
-        raise RecipeError(f"data.name={section.name!r}: expected a file that ends in {', '.join(LOADERS)}")
+    for key in ("rows", "eval_rows") if section.name == BUILTIN else ():
+        if (getattr(section, key) or 0) > MAX_GENERATED:
+            raise RecipeError(f"data.{key}={getattr(section, key)}: expected at most {MAX_GENERATED:,} generated rows")
+    check_local(section, ENDINGS)
     for key in ("prompt", "answer"):
+        pattern = getattr(section, key)
         try:
-            list(string.Formatter().parse(getattr(section, key)))
+            formats = [spec or "" for _, _, spec, _ in string.Formatter().parse(pattern)]
         except ValueError as error:
-            raise RecipeError(f"data.{key}={getattr(section, key)!r}: not a template: {error}") from error
+            raise RecipeError(f"data.{key}={shown(pattern)}: not a template: {error}") from error
+        if any(re.search(rf"[0-9]{{{WIDEST + 1}}}", spec) for spec in formats):
+            raise RecipeError(f"data.{key}={shown(pattern)}: expected widths of at most {WIDEST} digits")
     if section.eval_split is not None and not section.eval_rows:
         raise RecipeError(f"data.eval_split={section.eval_split!r} needs data.eval_rows above 0")
     if section.generate_rows > section.eval_rows:
         raise RecipeError(f"data.generate_rows={section.generate_rows}: expected at most data.eval_rows={section.eval_rows}")
 
 
+def check_local(section: DataSection, endings: tuple[str, ...]) -> None:
+    """Raise RecipeError where `data.name` is a local file that is missing or of another kind."""
+    path = local_file(section.name)
+    if path is None and Path(section.name).suffix.lower() in endings:
+        raise RecipeError(f"data.name={shown(section.name)}: no such file")
+    if path is not None and path.is_dir() and re.search(r"[\[\]*?]", str(path.resolve())):
+        # Another folder may match: datasets takes the name as a pattern.
+        raise RecipeError(
+            f"data.name={shown(section.name)}: expected a folder without any of [ ] * ? in its path, or a file"
+        )
+    if path is None or path.is_dir():
+        return
+    if not path.is_file():
+        raise RecipeError(f"data.name={shown(section.name)}: expected a regular file")
+    if path.suffix.lower() not in endings:
+        raise RecipeError(f"data.name={shown(section.name)}: expected a file that ends in {', '.join(endings)}")
+
+
 def _load(section: DataSection, split: str) -> list[dict[str, Any]]:
-    path = Path(section.name)
-    loader = LOADERS.get(path.suffix.lower())
+    path = local_file(section.name)
     try:
-        if loader is not None:
-            return load_dataset(loader, data_files={split: os.fspath(path)}, split=split).to_list()
+        if path is not None and path.is_file():
+            return list(rows_of(path))
         return load_dataset(section.name, section.subset, split=split).to_list()
+    except FileError as error:
+        raise RecipeError(f"data.name={shown(section.name)}, split {split!r}: cannot be loaded: {error}") from error
     except Exception as error:  # the loaders raise whatever their file systems and parsers raise
         why = str(error).strip() or f"{type(error).__name__} (is it empty?)"
         raise RecipeError(f"data.name={section.name!r}, split {split!r}: cannot be loaded: {why}") from error
@@ -103,25 +132,27 @@ def _load(section: DataSection, split: str) -> list[dict[str, Any]]:
 
 def _texts(table: list[dict[str, Any]], section: DataSection, split: str) -> list[dict[str, str]]:
     texts = []
+    columns = dict.fromkeys(column for row in table for column in row)
     for number, row in enumerate(table):
-        prompt = _fill("prompt", section.prompt, row, f"{section.name}, {split} row {number}")
-        answer = _fill("answer", section.answer, row, f"{section.name}, {split} row {number}")
+        prompt = _fill("prompt", section.prompt, row, f"{section.name}, {split} row {number}", columns)
+        answer = _fill("answer", section.answer, row, f"{section.name}, {split} row {number}", columns)
         if "{" not in section.answer and not prompt[-1:].isspace():
             answer = " " + answer
         texts.append({"prompt": prompt, "answer": answer})
     return texts
 
 
-def _fill(key: str, pattern: str, row: dict[str, Any], where: str) -> str:
-    """A column's text, or the template filled with columns."""
+def _fill(key: str, pattern: str, row: dict[str, Any], where: str, known: dict[str, None]) -> str:
+    """A column's text, or the template filled with columns; `known` are those of all rows."""
     if "{" in pattern:
         columns = [name for _, name, _, _ in string.Formatter().parse(pattern) if name is not None]
     else:
         columns = [pattern]
     for column in columns:
-        if column not in row:
-            raise RecipeError(f"data.{key}={pattern!r}: no column {column!r}; the columns are {', '.join(row)}")
-        value = row[column]
+        if column not in known:
+            names = printable(", ".join(known), 400)
+            raise RecipeError(f"data.{key}={shown(pattern)}: no column {shown(column)}; the columns are {names}")
+        value = row.get(column)
         if value is None or str(value).strip() == "":
             raise RecipeError(f"{where}: column {column!r} is empty")
         if not isinstance(value, (str, int, float)):

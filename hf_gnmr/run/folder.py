@@ -13,12 +13,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from ..files import FileError, read_json
+from ..reading import MAX_YAML_BYTES, FileError, read_json, read_utf8
+from ..terminal import shown
 from ..training.journal import SUMMARY_FILE, TRACE_FILE
 from .recipe import normalised
+from .rowfiles import local_file
 from .sections import Recipe, RecipeError
+from .yaml12 import YamlError, load_yaml
 
 FINISHED = ("adapter_model.safetensors", "results.json", SUMMARY_FILE)
 """Files that a run under LoRA writes at its end; a run that trains all weights writes the model instead of the adapter."""
@@ -153,7 +154,8 @@ class OutputFolder:
             *((f"trigger.{name}", path) for name, path in recipe.trigger.options.paths().items()),
             *((f"backend.{name}", path) for name, path in recipe.backend.options.paths().items()),
         ):
-            if value and Path(value).exists() and Path(value).resolve().is_relative_to(folder):
+            path = local_file(value) if value else None
+            if path is not None and path.resolve().is_relative_to(folder):
                 raise RecipeError(f"run.overwrite=true would move {key}={value!r} aside with the old run in {folder}")
 
     def _writable(self) -> None:
@@ -168,8 +170,8 @@ class OutputFolder:
             print(f"no recipe.yaml beside {self.checkpoint}: its settings cannot be compared with this recipe's", flush=True)
             return {}
         try:
-            old = yaml.safe_load(stored.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            old = load_yaml(read_utf8(stored, MAX_YAML_BYTES))
+        except (FileError, YamlError) as error:
             raise RecipeError(f"{stored}, the recipe of the run to be resumed, cannot be read: {error}") from error
         if not isinstance(old, dict):
             raise RecipeError(f"{stored}, the recipe of the run to be resumed, holds no recipe (cut off?)")
@@ -184,8 +186,8 @@ class OutputFolder:
                 value, before = now.get(key), old.get(key)
                 if value != before and not FREE_ON_RESUME.fullmatch(f"{section}.{key}"):
                     raise RecipeError(
-                        f"{section}.{key}={value!r}: the run to be resumed was started with {before!r}; resume it with "
-                        "its own settings (in its recipe.yaml), or start from scratch in another folder"
+                        f"{section}.{key}={shown(value)}: the run to be resumed was started with {shown(before)}; resume it "
+                        "with its own settings (in its recipe.yaml), or start from scratch in another folder"
                     )
 
 

@@ -16,6 +16,9 @@ import torch
 from ..backends import BACKENDS
 from ..backends.units import lora_part
 from ..config import GNMRConfig, SetupError
+from ..terminal import shown
+from .architecture import check_folder, check_sizes, load_config, on_meta
+from .patterns import check_patterns
 from .sections import LoraSection, ModelSection, RecipeError
 
 BUILTIN = "builtin"
@@ -44,10 +47,10 @@ def check_depth(source: str, section: ModelSection, gnmr: GNMRConfig | None, lor
         RecipeError: no readable configuration, another architecture than the recipe's, `gnmr.max_o` above the number of
             layers, or an adapter for a layer that does not exist.
     """
-    from transformers import AutoConfig
-
     try:
-        config = AutoConfig.from_pretrained(source, revision=section.revision, trust_remote_code=section.trust_remote_code)
+        config = load_config(source, section)
+    except RecipeError:
+        raise
     except (OSError, ValueError) as error:
         raise RecipeError(f"model.name={section.name!r}: its configuration cannot be loaded: {error}") from error
     for key, value in (section.architecture or {}).items():
@@ -74,9 +77,14 @@ def build_from_scratch(section: ModelSection, seed: int) -> Any:
 
     config = architecture_config(section)
     try:
+        on_meta(config, section, torch.float32)  # refuses what is too large
         set_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=section.attn_implementation)
-    except (ValueError, TypeError, RuntimeError, ImportError) as error:
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=section.attn_implementation, trust_remote_code=section.trust_remote_code
+        )
+    except RecipeError:
+        raise
+    except (ValueError, TypeError, RuntimeError, ImportError, MemoryError, OverflowError) as error:
         raise RecipeError(f"model.architecture: cannot build a model from it: {error}") from error
     return model.to(torch.bfloat16 if section.dtype == "bfloat16" else torch.float32)
 
@@ -90,10 +98,11 @@ def architecture_config(section: ModelSection) -> Any:
     from transformers import AutoConfig
 
     values = dict(section.architecture or {})
+    check_sizes(values, "model.architecture")
     try:
         return AutoConfig.for_model(values.pop("model_type"), **values)
-    except (ValueError, TypeError, KeyError) as error:
-        raise RecipeError(f"model.architecture={section.architecture!r}: {error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise RecipeError(f"model.architecture={shown(section.architecture)}: {error}") from error
 
 
 def scratch_tokenizer(section: ModelSection) -> Any:
@@ -172,15 +181,21 @@ def add_adapters(model: Any, section: LoraSection, seed: int) -> Any:
     """
     from peft import get_peft_model
 
+    check_patterns({"target_modules": section.target_modules}, module_names(model), "lora.")
     try:
         model = get_peft_model(model, lora_config(section))
     except (ValueError, TypeError) as error:
-        raise RecipeError(f"lora (target_modules={section.target_modules!r}): {error}") from error
+        raise RecipeError(f"lora (target_modules={shown(section.target_modules)}): {error}") from error
     if section.init_adapter is None:
         draw_adapters(model, seed)
         return model
     load_adapter(model, section.init_adapter, "lora.init_adapter")
     return model
+
+
+def module_names(model: Any) -> list[str]:
+    """The names that PEFT's options are matched against."""
+    return [name for name, _ in (*model.named_modules(), *model.named_parameters())]
 
 
 def lora_config(section: LoraSection) -> Any:
@@ -208,6 +223,7 @@ def load_adapter(model: Any, folder: str, key: str) -> None:
 
     if not Path(folder).is_dir():
         raise RecipeError(f"{key}={folder!r}: no such folder")
+    check_folder(folder, key)
     try:
         result = set_peft_model_state_dict(model, load_peft_weights(folder, device="cpu"))
     except (OSError, ValueError, RuntimeError) as error:

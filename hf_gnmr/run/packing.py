@@ -6,16 +6,17 @@ are concatenated into one stream of tokens and cut into blocks; every token coun
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset, load_dataset
 
-from .data import BUILTIN, LOADERS
+from ..reading import MAX_TEXT_BYTES, FileError, read_utf8
+from ..terminal import printable, shown
+from .data import BUILTIN, ENDINGS, check_local
+from .rowfiles import local_file, rows_of
 from .sections import DataSection, RecipeError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -46,13 +47,9 @@ class TextCounts:
 
 def check_text_source(section: DataSection) -> None:
     """Raise RecipeError for errors in a text source that are visible without reading it."""
-    path = Path(section.name)
-    suffix = path.suffix.lower()
-    if suffix in (*LOADERS, ".txt") and not path.is_file():
-        raise RecipeError(f"data.name={section.name!r}: no such file")
-    if path.is_file() and suffix not in (*LOADERS, ".txt"):
-        raise RecipeError(f"data.name={section.name!r}: expected a file that ends in .txt, {', '.join(LOADERS)}")
-    local = path.is_file() or section.name == BUILTIN
+    check_local(section, (".txt", *ENDINGS))
+    path = local_file(section.name)
+    local = (path is not None and path.is_file()) or section.name == BUILTIN
     if section.streaming and local:
         raise RecipeError("data.streaming=True: expected a data set on the Hub; local text is read whole")
     if local and section.eval_split is not None:
@@ -100,38 +97,51 @@ def text_blocks(section: DataSection, tokenizer: Any) -> tuple[Any, Any, TextCou
 
 def documents(section: DataSection, split: str) -> Iterator[str]:
     """The documents of a source that is not streamed, in order; empty ones are skipped."""
-    path = Path(section.name)
     if section.name == BUILTIN:
         from .wordproblems import pretrain_text
 
         yield from pretrain_text(section.documents or 20_000, seed=0)
         return
-    if path.suffix.lower() == ".txt":
-        try:
-            yield from (text for text in path.read_text(encoding="utf-8").split(END_OF_TEXT) if text.strip())
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"data.name={section.name!r} cannot be read as text: {error}") from error
-        return
-    loader = LOADERS.get(path.suffix.lower())
+    path = local_file(section.name)
+    where = f"data.name={shown(section.name)}"
     try:
-        data_set = (
-            load_dataset(loader, data_files={split: os.fspath(path)}, split=split)
-            if loader
-            else load_dataset(section.name, section.subset, split=split)
-        )
+        if path is not None and path.is_file() and path.suffix.lower() == ".txt":
+            text = read_utf8(path, MAX_TEXT_BYTES).replace("\r\n", "\n").replace("\r", "\n")
+            yield from (part for part in text.split(END_OF_TEXT) if part.strip())
+            return
+        if path is not None and path.is_file():
+            yield from _texts(section, rows_of(path))
+            return
+    except FileError as error:
+        raise RecipeError(f"{where} cannot be read as text: {error}") from error
+    try:
+        data_set = load_dataset(section.name, section.subset, split=split)
     except Exception as error:  # the loaders raise whatever their file systems and parsers raise
-        raise RecipeError(f"data.name={section.name!r}, split {split!r}: cannot be loaded: {error}") from error
-    column = _column(section, data_set.column_names)
-    for row in data_set:
-        if isinstance(row[column], str) and row[column]:
-            yield row[column]
+        raise RecipeError(f"{where}, split {split!r}: cannot be loaded: {error}") from error
+    _column(section, data_set.column_names)
+    yield from _texts(section, data_set)
 
 
-def _column(section: DataSection, names: list[str]) -> str:
-    assert section.text is not None
+def _texts(section: DataSection, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """The texts of the column `data.text`, numbers as they are written; empty ones are skipped."""
+    columns: dict[str, None] = {}
+    for number, row in enumerate(rows):
+        columns.update(dict.fromkeys(row))
+        value = row.get(str(section.text))
+        if value is None or value == "":
+            continue
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            kind = type(value).__name__
+            raise RecipeError(f"{section.name}, row {number}: data.text={shown(section.text)} holds a {kind}: expected text")
+        yield str(value)
+    _column(section, list(columns))
+
+
+def _column(section: DataSection, names: list[str]) -> None:
+    """Raise RecipeError where none of these columns is `data.text`."""
     if section.text not in names:
-        raise RecipeError(f"data.text={section.text!r}: no such column; the columns are {', '.join(names)}")
-    return section.text
+        known = printable(", ".join(names), 400)
+        raise RecipeError(f"data.text={shown(section.text)}: no such column; the columns are {known}")
 
 
 def _blocks(texts: Iterable[str], tokenizer: Any, length: int, most: int | None = None) -> tuple[np.ndarray, TextCounts]:

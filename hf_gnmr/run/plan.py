@@ -11,13 +11,18 @@ import sys
 from typing import Any
 
 from ..config import ConfigError, SetupError, parse_bytes
+from ..terminal import cleaned, error_line
 from .emulated import kernels
 from .plan_figures import plan
 from .recipe import find_recipe, load_recipe
 
+RUN_FILES = ("trace.jsonl", "environment.json", "summary.json")
+"""Beside a recipe, they show that it is a run's own, which may come from someone else."""
+
 __all__ = ["in_words", "main", "plan"]
 
 
+@cleaned
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status (1: does not fit, 2: something to fix)."""
     parser = argparse.ArgumentParser(prog="hf-gnmr plan", description="Show what a recipe needs; loads no weights.")
@@ -29,13 +34,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=1, help="number of processes in the run, for the number of steps")
     parser.add_argument("--rows", type=int, help="number of training rows, if the data set is not available")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--trust-remote-code", action="store_true", help="permit it to the recipe in a run's folder")
     options = parser.parse_intermixed_args(argv)
     try:
         limit = None if options.device_memory is None else parse_bytes("--device-memory", options.device_memory)
-        recipe = load_recipe(find_recipe(options.recipe), options.overrides)
+        path = find_recipe(options.recipe)
+        recipe = load_recipe(path, options.overrides)
+        if (
+            recipe.model.trust_remote_code
+            and not options.trust_remote_code
+            and any(path.with_name(name).exists() for name in RUN_FILES)
+        ):
+            raise ConfigError(
+                f"{options.recipe} is the recipe of a run and asks to run code that comes with {recipe.model.name}: give "
+                "--trust-remote-code if you trust the author of that code and of the recipe"
+            )
         figures = plan(recipe, processes=options.processes, rows=options.rows)
     except (ConfigError, SetupError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 2
     if recipe.adapted and not options.json:
         print(kernels(recipe)[1])

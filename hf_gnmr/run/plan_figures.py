@@ -23,9 +23,12 @@ from ..backends import BACKENDS, Backend
 from ..backends.base import Way
 from ..backends.units import FINDERS, Unit, find_units, in_adapter
 from ..control.triggers import make_trigger
+from ..terminal import shown
 from ..trace.lifted import resolve_trigger_options
 from ..training.options import DEFAULT_BACKEND, Options, within_budget
-from .models import BUILTIN, architecture_config, lora_config
+from .architecture import load_config, on_meta
+from .models import BUILTIN, architecture_config, lora_config, module_names
+from .patterns import check_patterns
 from .recipe import SCRATCH
 from .sections import Recipe, RecipeError
 
@@ -155,8 +158,6 @@ def _per_parameter(optimizer: str) -> float | None:
 
 def architecture(recipe: Recipe) -> tuple[Any, str]:
     """The model's configuration and its source: the model's folder, the recipe itself, or the Hub."""
-    from transformers import AutoConfig
-
     section = recipe.model
     if section.name == SCRATCH:
         return architecture_config(section), "the recipe's own"
@@ -168,11 +169,9 @@ def architecture(recipe: Recipe) -> tuple[Any, str]:
     if section.architecture is not None and not folder.is_dir():
         return architecture_config(section), f"the recipe's own, of {section.name}"
     try:
-        config = AutoConfig.from_pretrained(
-            folder if folder.is_dir() else section.name,
-            revision=section.revision,
-            trust_remote_code=section.trust_remote_code,
-        )
+        config = load_config(folder if folder.is_dir() else section.name, section)
+    except RecipeError:
+        raise
     except (OSError, ValueError) as error:
         raise RecipeError(
             f"model.name={section.name!r}: its configuration cannot be loaded ({error}), and the recipe has no "
@@ -184,20 +183,20 @@ def architecture(recipe: Recipe) -> tuple[Any, str]:
 def _with_adapters(config: Any, recipe: Recipe, backend: type[Backend] | None) -> tuple[Any, list[Unit]]:
     """The model with its adapters on the meta device, the base stored as by `backend` (None: BF16), and its units."""
     from peft import get_peft_model
-    from transformers import AutoModelForCausalLM
 
     section = recipe.lora
     assert section is not None  # only a base under adapters is quantised
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = on_meta(config, recipe.model, torch.bfloat16)
         if backend is not None:
             with _silent():
                 backend.quantise_on_meta(model)
         model.requires_grad_(False)
+        check_patterns({"target_modules": section.target_modules}, module_names(model), "lora.")
         try:
             model = get_peft_model(model, lora_config(section))
         except (ValueError, TypeError) as error:
-            raise RecipeError(f"lora (target_modules={section.target_modules!r}): {error}") from error
+            raise RecipeError(f"lora (target_modules={shown(section.target_modules)}): {error}") from error
     return model, find_units(model, recipe.model.layers)
 
 
@@ -216,11 +215,8 @@ def _silent() -> Iterator[None]:
 
 def base_on_meta(recipe: Recipe, config: Any) -> Any:
     """The recipe's model on the meta device, without adapters."""
-    from transformers import AutoModelForCausalLM
-
     bf16 = recipe.lora is not None or recipe.model.dtype == "bfloat16"
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if bf16 else torch.float32)
+    return on_meta(config, recipe.model, torch.bfloat16 if bf16 else torch.float32)
 
 
 def seats_on_meta(recipe: Recipe, model: Any, total_steps: int | None = None) -> tuple[Any, list[Unit], int, int]:
@@ -233,6 +229,7 @@ def seats_on_meta(recipe: Recipe, model: Any, total_steps: int | None = None) ->
 
     if recipe.lora is not None:
         model.requires_grad_(False)
+        check_patterns({"target_modules": recipe.lora.target_modules}, module_names(model), "lora.")
         with torch.device("meta"):
             model = get_peft_model(model, lora_config(recipe.lora))
     options = options_of(recipe)

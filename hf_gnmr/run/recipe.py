@@ -17,13 +17,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..backends import BACKENDS, option_names
 from ..config import ConfigError, GNMRConfig, field_defaults, one_of
 from ..control.triggers import TRIGGERS
+from ..reading import SHIPPED
+from ..terminal import shown
 from ..training.options import DEFAULT_BACKEND, DEFAULT_TRIGGER
 from .emulated import EMULATED, differences, kernels, merge_settings
+from .extends import extended_by, read_values
 from .script_key import drop_script_key, refuse_script_key
 from .sections import (
     BackendSection,
@@ -36,7 +37,7 @@ from .sections import (
     TriggerSection,
 )
 from .values import check_known, check_value
-from .yaml12 import Yaml12
+from .yaml12 import YamlError, load_yaml
 
 SECTIONS: dict[str, type] = {
     "model": ModelSection,
@@ -61,15 +62,13 @@ def find_recipe(name: str) -> Path:
     path = Path(name)
     if path.is_file():
         return path
-    package = Path(__file__).parents[1]
-    folders = [package / "recipes", package.parent / "recipes"]
     if path.parent == Path(".") or path.parent == Path("recipes"):
-        for folder in folders:
+        for folder in SHIPPED:
             for candidate in (folder / path.name, folder / f"{path.name}.yaml"):
                 if candidate.is_file():
                     return candidate
-    known = sorted({p.stem for folder in folders if folder.is_dir() for p in folder.glob("*.yaml")})
-    raise RecipeError(f"no recipe file {name!r}; available by name: {', '.join(known)}")
+    known = sorted({p.stem for folder in SHIPPED if folder.is_dir() for p in folder.glob("*.yaml")})
+    raise RecipeError(f"no recipe file {shown(name)}; available by name: {', '.join(known)}")
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
@@ -89,14 +88,14 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | tuple[str, 
         key, equals, text = override.partition("=")
         section, dot, name = key.partition(".")
         if not equals or not dot or not name:
-            raise RecipeError(f"override {override!r}: expected section.key=value, e.g. training.max_steps=20")
+            raise RecipeError(f"override {shown(override)}: expected section.key=value, e.g. training.max_steps=20")
         check_known(section, list(SECTIONS), "section")
         try:
             if raw.get(section) is False:
-                raise RecipeError(f"override {override!r}: the recipe says {section}: false")
-            changes.setdefault(section, {})[name] = yaml.load(text, Loader=Yaml12)  # noqa: S506 (a SafeLoader)
-        except yaml.YAMLError as error:
-            raise RecipeError(f"override {override!r}: the value is not valid YAML ({error})") from error
+                raise RecipeError(f"override {shown(override)}: the recipe says {section}: false")
+            changes.setdefault(section, {})[name] = load_yaml(text)
+        except YamlError as error:
+            raise RecipeError(f"override {shown(override)}: the value is not valid YAML ({error})") from error
     recipe = _build(path, raw, changes)
     if settings is None:
         return recipe
@@ -130,23 +129,17 @@ def _build(path: str | os.PathLike[str], raw: dict[str, Any], *layers: dict[str,
 
 def _read(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A recipe's sections as plain values, on top of those of the recipe that it `extends`, if any."""
-    try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=Yaml12)  # noqa: S506 (a SafeLoader)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{path} is not valid YAML: {error}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} cannot be read: {error}") from error
+    raw = read_values(path, foreign=bool(below))
     if not isinstance(raw, dict):
         raise RecipeError(f"{path}: expected a recipe with the sections {', '.join(SECTIONS)}")
     drop_script_key(raw)
     extended = raw.pop("extends", None)
     base: dict[str, Any] = {}
     if extended is not None:
-        if not isinstance(extended, str):
-            raise RecipeError(f"extends={extended!r}: expected the file name of a recipe in the same folder")
-        if path.resolve() in below:
-            raise RecipeError(f"{path} extends itself, through {', '.join(p.name for p in below)}")
-        base = _read(path.parent / extended, (*below, path.resolve()))
+        chain = (*below, path.parent.resolve() / path.name if not below else path.resolve())
+        base = _read(extended_by(path, extended, chain), chain)
+    if below and raw and not raw.keys() & SECTIONS.keys():  # no recipe: nothing of it is shown
+        raise RecipeError(f"{path}: expected a recipe with the sections {', '.join(SECTIONS)}, got other keys")
     for section, values in raw.items():
         check_known(section, [*SECTIONS, "extends", EMULATED], "section")
         if values is None:
@@ -155,7 +148,7 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
             base[section] = False
             continue
         if not isinstance(values, dict):
-            raise RecipeError(f"{section}={values!r}: expected a section of key: value lines")
+            raise RecipeError(f"{section}={shown(values)}: expected a section of key: value lines")
         if section == EMULATED:
             base[section] = merge_settings(base.get(section, {}), values, list(SECTIONS))
             continue
@@ -280,8 +273,8 @@ def _choice(
             _at_default(f"{section}.{key}", value, options[owner], key) for owner in owners
         ):
             raise RecipeError(
-                f"{section}.{key}={value!r} belongs to {section}.name={' or '.join(map(repr, owners))}; this recipe uses "
-                f"{name!r}"
+                f"{section}.{key}={shown(value)} belongs to {section}.name={' or '.join(map(repr, owners))}; this recipe "
+                f"uses {name!r}"
             )
     return name, own
 

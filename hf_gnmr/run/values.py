@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from ..terminal import printable, shown
 from .sections import RecipeError
 
 LEAST: dict[str, float] = {
@@ -23,8 +24,15 @@ LEAST: dict[str, float] = {
 }  # fmt: skip
 """Lowest valid value per key. `training.max_steps` may also be -1, which means "by epochs" in transformers."""
 
-MOST: dict[str, float] = {"lora.lora_dropout": 1, "training.label_smoothing_factor": 1}
-"""Highest valid value per key."""
+MOST: dict[str, float] = {
+    "lora.lora_dropout": 1, "training.label_smoothing_factor": 1, "lora.r": 2**16, "lora.lora_alpha": 10**9,
+    "data.max_length": 2**24, "data.rows": 10**12, "data.eval_rows": 10**9, "data.generate_rows": 10**9,
+    "data.documents": 10**7, "data.max_new_tokens": 10**6, "training.per_device_train_batch_size": 10**6,
+    "training.per_device_eval_batch_size": 10**6, "training.gradient_accumulation_steps": 10**6, "training.max_steps": 10**9,
+    "training.num_train_epochs": 10**6, "training.dataloader_num_workers": 1024, "training.seed": 2**32 - 1,
+    "training.data_seed": 2**32 - 1, "training.save_total_limit": 10**6,
+}  # fmt: skip
+"""Highest valid value per key: memory, processes and loops grow with them. Seeds end where numpy's do."""
 
 
 def check_value(key: str, value: Any, hint: Any) -> Any:
@@ -36,24 +44,26 @@ def check_value(key: str, value: Any, hint: Any) -> Any:
     expected = _words(hint)
     union = typing.get_args(hint) or (hint,)
     if isinstance(value, bool) and not any(t in (bool, Any) or _holds(t, value) for t in union):
-        raise RecipeError(f"{key}={value!r}: expected {expected}")
+        raise RecipeError(f"{key}={shown(value)}: expected {expected}")
     names = [member.value for t in union if isinstance(t, type) and issubclass(t, Enum) for member in t]
     if names and isinstance(value, str) and value not in names:
         near = difflib.get_close_matches(value, names, n=1)
         listed = ", ".join(map(repr, names)) if len(names) <= 12 else f"one of {len(names)} names"
-        raise RecipeError(f"{key}={value!r}: {f'did you mean {near[0]!r}? ' if near else ''}expected {listed}")
+        raise RecipeError(f"{key}={shown(value)}: {f'did you mean {near[0]!r}? ' if near else ''}expected {listed}")
     try:
         result = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
     except ValidationError as error:
-        raise RecipeError(f"{key}={value!r}: expected {expected}") from error
+        raise RecipeError(f"{key}={shown(value)}: expected {expected}") from error
     # GNMRConfig checks its own ranges.
     if isinstance(result, (int, float)) and not isinstance(result, bool) and not key.startswith("gnmr."):
         least, most = LEAST.get(key, -math.inf), MOST.get(key, math.inf)
         by_epochs = key == "training.max_steps" and result == -1
         if not ((math.isfinite(result) and least <= result <= most) or by_epochs):
             bounds = [f"at least {least:g}"] if least > -math.inf else []
-            bounds += [f"at most {most:g}"] if most < math.inf else []
-            raise RecipeError(f"{key}={value!r}: expected a finite number{', ' if bounds else ''}{' and '.join(bounds)}")
+            bounds += [f"at most {most:,.15g}"] if most < math.inf else []
+            raise RecipeError(
+                f"{key}={shown(value)}: expected a finite number{', ' if bounds else ''}{' and '.join(bounds)}"
+            )
     return result
 
 
@@ -71,6 +81,7 @@ def _words(hint: Any) -> str:
 def check_known(name: Any, known: list[str], kind: str, prefix: str = "") -> None:
     """Raise RecipeError for an unknown name, with the nearest known one."""
     if name not in known:
-        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+        text = name if isinstance(name, str) else shown(name)
+        near = difflib.get_close_matches(text[:100], known, n=1, cutoff=0.5)
         hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(known)}"
-        raise RecipeError(f"unknown {kind} {prefix}{name}: {hint}")
+        raise RecipeError(f"unknown {kind} {prefix}{printable(text)}: {hint}")

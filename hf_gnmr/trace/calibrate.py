@@ -24,7 +24,9 @@ import numpy as np
 from ..config import ConfigError, parse_bytes
 from ..control.controller import Bools
 from ..files import plain, printable, write_text
+from ..reading import SHIPPED
 from ..script import write_script
+from ..terminal import cleaned, error_line
 from .file import TraceError
 from .metrics import exceedance
 from .replay import Replay, mean_recovery_bytes, recorded_config, replay
@@ -231,6 +233,7 @@ def in_words(proposal: Proposal) -> list[str]:
     return [*lines, NOTE]
 
 
+@cleaned
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status (1: the target is not met, 2: an error to fix)."""
     parser = argparse.ArgumentParser(prog="hf-gnmr calibrate", description="Thresholds that meet a target on a trace.")
@@ -266,15 +269,18 @@ def main(argv: list[str] | None = None) -> int:
         if extends is not None:
             if not Path(extends).is_file():
                 raise ConfigError(f"--extends {extends}: no such file")
-            # The path is relative to the folder of the recipe that contains it.
-            extends = os.path.relpath(extends, Path(options.output).resolve().parent if options.output else Path.cwd())
+            # The path is relative to the folder of the recipe that contains it, and below it, or recipes refuse it.
+            home = Path(options.output).resolve().parent if options.output else Path.cwd()
+            if not any(Path(extends).resolve().is_relative_to(folder.resolve()) for folder in (home, *SHIPPED)):
+                raise ConfigError(f"--extends {extends}: expected a recipe below {home}, where the fragment is to be")
+            extends = os.path.relpath(extends, home)
         text = fragment(proposal, command, extends)
         if options.output is not None:
             if Path(options.output).exists():
                 raise ConfigError(f"--output {options.output} exists already: name another file")
             (write_text if extends is None else write_script)(options.output, text)
     except (ConfigError, TraceError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 2
     series.warn()
     if options.json:

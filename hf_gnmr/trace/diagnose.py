@@ -12,6 +12,7 @@ import sys
 
 from ..config import ConfigError
 from ..files import plain
+from ..terminal import cleaned, error_line
 from .choices import chosen, oscillation, overlap
 from .file import TraceError
 from .finding import Finding
@@ -39,6 +40,7 @@ def diagnose(series: Series) -> list[Finding]:
     ]
 
 
+@cleaned
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status (2: an error to fix)."""
     parser = argparse.ArgumentParser(prog="hf-gnmr diagnose", description="The conditions of the theory on a trace.")
@@ -49,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         series = read_series(options.trace, strict=False)
         findings = diagnose(series)
     except (ConfigError, TraceError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 2
     series.warn()
     if options.json:

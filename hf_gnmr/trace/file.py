@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..files import FileError, free_name, partial_name, plain, printable
+from ..reading import MAX_TRACE_BYTES, MAX_TRACE_LINE_BYTES, lines_of, open_regular, parse_json
+from ..terminal import shown
 
 SCHEMA = 1
 
@@ -92,25 +94,33 @@ class TraceLines:
         """The last line was incomplete and was left out (known once all lines are read)."""
         if not self.path.is_file():
             raise TraceError(f"{self.path}: no such trace")
-        with self.path.open("rb") as file:
-            first = file.readline()
+        first = next(self._lines(), b"")
         if not first.endswith(b"\n"):
             raise TraceError(f"{self.path}: empty or cut within its header, no step can be read")
         self.header = record_of(first, f"{self.path}, line 1")
         if self.header.get("schema") != SCHEMA:
-            raise TraceError(f"{self.path}: schema {self.header.get('schema')!r}, expected {SCHEMA}; is this a GNMR trace?")
+            raise TraceError(
+                f"{self.path}: schema {shown(self.header.get('schema'))}, expected {SCHEMA}; is this a GNMR trace?"
+            )
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        with self.path.open("rb") as file:
-            file.readline()
-            for number, line in enumerate(file, start=2):
-                if not line.endswith(b"\n"):
-                    self.cut = True
-                    return
-                record = record_of(line, f"{self.path}, line {number}")
-                if not isinstance(record.get("step"), int):
-                    raise TraceError(f"{self.path}, line {number}: no step number")
-                yield record
+        for number, line in enumerate(self._lines(), start=1):
+            if number == 1:
+                continue
+            if not line.endswith(b"\n"):
+                self.cut = True
+                return
+            record = record_of(line, f"{self.path}, line {number}")
+            if not isinstance(record.get("step"), int):
+                raise TraceError(f"{self.path}, line {number}: no step number")
+            yield record
+
+    def _lines(self) -> Iterator[bytes]:
+        try:
+            with open_regular(self.path, MAX_TRACE_BYTES) as file:
+                yield from lines_of(file, self.path, MAX_TRACE_LINE_BYTES)
+        except FileError as error:
+            raise TraceError(str(error)) from error
 
 
 def record_of(line: bytes, where: str) -> dict[str, Any]:
@@ -120,9 +130,9 @@ def record_of(line: bytes, where: str) -> dict[str, Any]:
         TraceError: not a JSON object; the message begins with `where`.
     """
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise TraceError(f"{where}: not JSON ({error})") from error
+        record = parse_json(line, where)
+    except FileError as error:
+        raise TraceError(str(error)) from error
     if not isinstance(record, dict):
         raise TraceError(f"{where}: not an object")
     return record
@@ -140,12 +150,13 @@ def check_header(header: dict[str, Any], path: Path) -> None:
     expected = {"name": str, "layer": int, "recoverable": bool, "bytes_low": int, "bytes_recovery": int}
     for number, unit in enumerate(units):
         for key, kind in expected.items():
-            if not isinstance(unit.get(key), kind):
-                raise TraceError(f"{path}: unit {number} of the header has {key}={unit.get(key)!r}")
+            if not isinstance(unit.get(key), kind) or (kind is int and not -(2**62) < unit[key] < 2**62):
+                raise TraceError(f"{path}: unit {number} of the header has {key}={shown(unit.get(key))}")
         unit["name"] = printable(unit["name"])
     for key, kinds in HEADER.items():
-        if not isinstance(header.get(key), kinds) or isinstance(header.get(key), bool):
-            raise TraceError(f"{path}: the header has {key}={header.get(key)!r}")
+        value = header.get(key)
+        if not isinstance(value, kinds) or isinstance(value, bool) or (isinstance(value, int) and not 0 <= value < 2**62):
+            raise TraceError(f"{path}: the header has {key}={shown(header.get(key))}")
 
 
 HEADER: dict[str, Any] = {
@@ -187,7 +198,8 @@ def _cut_after(path: Path, step: int) -> tuple[Path | None, int]:
     Returns:
         that file (None: no lines were moved), and the step of the last line that was kept (0: none).
     """
-    lines = path.read_bytes().splitlines(keepends=True)
+    lines = path.read_bytes().split(b"\n")
+    lines = [*(line + b"\n" for line in lines[:-1]), *filter(None, lines[-1:])]
     kept: list[bytes] = []
     last = 0
     for number, line in enumerate(lines):

@@ -15,7 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..files import printable
+from ..files import FileError, printable
+from ..reading import MAX_TRACE_BYTES, MAX_TRACE_LINE_BYTES, lines_of, open_regular
+from ..terminal import raw_stream, shown
 from .file import SCHEMA, TraceError, check_header, record_of
 
 QUIET = 120.0
@@ -39,18 +41,21 @@ class Tail:
             TraceError: a line that is not a JSON object.
         """
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path, MAX_TRACE_BYTES) as file:
                 status = os.fstat(file.fileno())
                 if status.st_ino != self._inode or status.st_size < self._at:
                     self._inode, self._at = status.st_ino, 0
                 file.seek(self._at)
-                for line in file:
+                for line in lines_of(file, self.path, MAX_TRACE_LINE_BYTES):
                     if not line.endswith(b"\n"):
                         return  # still being written
                     self._at += len(line)
                     yield record_of(line, str(self.path))
-        except FileNotFoundError:
-            return
+        except TraceError:
+            raise
+        except FileError as error:
+            if self.path.exists():
+                raise TraceError(str(error)) from error
 
 
 class Screen:
@@ -73,7 +78,7 @@ class Screen:
         for record in records:
             if "schema" in record:
                 if record["schema"] != SCHEMA:
-                    raise TraceError(f"{self.path}: schema {record['schema']!r}, expected {SCHEMA}")
+                    raise TraceError(f"{self.path}: schema {shown(record['schema'])}, expected {SCHEMA}")
                 check_header(record, self.path)
                 self.header, self._drawn = record, 0
                 continue
@@ -83,12 +88,14 @@ class Screen:
                 lines = panel(self.header, record, shutil.get_terminal_size().columns)
                 line = line_of(self.header, record)
             except (KeyError, TypeError, ValueError, IndexError) as error:
-                raise TraceError(f"{self.path}, step {record.get('step')!r}: not a step's line ({error})") from error
+                raise TraceError(
+                    f"{self.path}, step {shown(record.get('step'))}: not a step's line ({printable(str(error))})"
+                ) from error
             if not self.in_place:
                 self.say(line)
         if lines and self.in_place:
             # Move up over the previous drawing, and clear to the end of the screen.
-            print(f"\x1b[{self._drawn}F\x1b[J" if self._drawn else "", end="", file=self.out)
+            print(f"\x1b[{self._drawn}F\x1b[J" if self._drawn else "", end="", file=raw_stream(self.out))
             self.say("\n".join(lines))
             self._drawn = len(lines)
         return bool(lines)

@@ -21,6 +21,7 @@ from ..config import ConfigError, GNMRConfig
 from ..control.controller import Bools, Floats, Trigger
 from ..control.triggers import TRIGGERS, make_trigger
 from ..files import plain
+from ..terminal import cleaned, error_line
 from .file import TraceError
 from .metrics import decision_figures, dwell
 from .replay_table import NOTE, in_words, settings_grid
@@ -213,6 +214,7 @@ def mean_recovery_bytes(series: Series, active: Bools, rows: Any = slice(None)) 
     return float(added.mean())
 
 
+@cleaned
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status (2: an error to fix)."""
     parser = argparse.ArgumentParser(prog="hf-gnmr replay", description="The recorded norms under other settings.")
@@ -240,7 +242,7 @@ def main(argv: list[str] | None = None) -> int:
         if not len(series):
             raise ConfigError(f"{series.path}: no step was recorded")
     except (ConfigError, TraceError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 2
     series.warn()
     if options.json:

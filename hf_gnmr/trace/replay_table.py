@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import fields
 from typing import Any
 
 from ..config import ConfigError, GNMRConfig
+from ..terminal import printable, shown
 from .series import Series
 
+MAX_GRID = 10_000
+"""Combinations of a grid, each a replay of the whole trace: seconds for a long one."""
 NOTE = "open loop: the norms are the recorded ones; with other units lifted they would have differed"
 
 
@@ -27,6 +31,9 @@ def settings_grid(arguments: list[str]) -> list[dict[str, Any]]:
         if any(name == axis[0][0] for axis in axes):
             raise ConfigError(f"--set {text}: {name} is set twice; --set {name}=A,B makes a grid")
         axes.append([(name, _value(text, value)) for value in values.split(",")])
+    size = math.prod(map(len, axes))
+    if size > MAX_GRID:
+        raise ConfigError(f"--set: expected at most {MAX_GRID:,} combinations, got {size:,}")
     return [dict(choice) for choice in itertools.product(*axes)]
 
 
@@ -38,7 +45,7 @@ def _value(text: str, value: str) -> Any:
             return kind(value)
         except ValueError:
             continue
-    raise ConfigError(f"--set {text}: expected a number (or off: no β), got {value!r}")
+    raise ConfigError(f"--set {printable(text)}: expected a number (or off: no β), got {shown(value)}")
 
 
 def in_words(series: Series, rows: list[dict[str, Any]], unequal: list[str]) -> list[str]:

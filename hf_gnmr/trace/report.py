@@ -19,7 +19,9 @@ from typing import Any
 
 from .. import __version__
 from ..config import ConfigError, SetupError
-from ..files import printable, write_text
+from ..files import FileError, printable, write_text
+from ..reading import MAX_PAGE_BYTES, inside, read_bytes
+from ..terminal import REPLACED, cleaned, error_line
 from . import fields, figures
 from .diagnose import diagnose
 from .fields import Row
@@ -207,9 +209,20 @@ def _setup(series: Series) -> str:
     parts.append(_folded("census", json.dumps(census, indent=1)))
     for name, title in (("recipe.yaml", "recipe, as resolved"), ("environment.json", "environment")):
         file = series.path.parent / name
-        if file.is_file():
-            parts.append(_folded(title, file.read_text(encoding="utf-8", errors="replace")))
+        if file.is_file() or file.is_symlink():
+            parts.append(_folded(title, _text_of(file)))
     return "".join(parts)
+
+
+def _text_of(file: Path) -> str:
+    """A file of the run's folder, or why it is not shown: the page may be given away, so it shows no other files."""
+    if not inside(file.parent, file.name):
+        return f"not shown: {file.name} is a link to a file outside the run's folder"
+    try:
+        text = read_bytes(file, MAX_PAGE_BYTES).decode("utf-8", errors="replace")
+    except FileError as error:
+        return f"not shown: {error}"
+    return "".join(c if c.isprintable() or c in "\n\t" else REPLACED for c in text)
 
 
 def _folded(title: str, text: str) -> str:
@@ -271,6 +284,7 @@ def save_figures(runs: list[Series], labels: list[str], folder: Path, formats: l
     return written
 
 
+@cleaned
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status (2: an error to fix)."""
     parser = argparse.ArgumentParser(prog="hf-gnmr report", description="Runs as one self-contained page.")
@@ -289,7 +303,7 @@ def main(argv: list[str] | None = None) -> int:
             return _follow(options.runs)
         return _write(options)
     except (ConfigError, SetupError, TraceError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 2
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from ..control.controller import Bools, Floats
+from ..reading import inside
+from ..terminal import printable, shown
 from . import fields
 from .file import Trace, TraceError, TraceLines, check_header
 
@@ -23,6 +25,8 @@ VECTORS = ("norms", "gnmr", "delta_gnmr", "risk", "signal")
 """Fields of a line with one float a unit."""
 SETS = ("triggered", "active")
 """Fields of a line with a list of unit indices."""
+MOST_STEPS = 2**50
+"""Step numbers stay below it, so that a figure's columns are computed in int64."""
 
 
 @dataclass
@@ -124,7 +128,11 @@ def read_series(path: str | os.PathLike[str], *, strict: bool = True) -> Series:
         TraceError: no trace, a foreign one, or (strict) a broken line.
     """
     file = Path(path)
-    lines = TraceLines(file / "trace.jsonl" if file.is_dir() else file)
+    if file.is_dir():
+        if not inside(file, "trace.jsonl"):
+            raise TraceError(f"{file}: its trace.jsonl is a link to a file outside the folder; name the trace itself")
+        file = file / "trace.jsonl"
+    lines = TraceLines(file)
     collected = _Lines(lines.path, lines.header)
     problem = None
     try:
@@ -178,14 +186,13 @@ class _Lines:
             if first is not None and not (type(first) is int and 0 <= first < self.count):
                 raise ValueError(f"first_not_finite={first!r}: expected a unit index from 0 to {self.count - 1}")
             reason, step = record["skipped"], record["step"]
-            if isinstance(step, bool) or not self._last < step < 2**62:
-                raise ValueError(f"step={step!r}: expected a step after step {self._last}")
+            if isinstance(step, bool) or not self._last < step < MOST_STEPS:
+                raise ValueError(f"step={shown(step)}: expected a step after step {self._last}")
             if (row["norms"] < 0).any():
                 raise ValueError("a norm is negative")
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
-            raise TraceError(
-                f"{self.path}, step {record.get('step')!r}: not a step's line ({type(error).__name__}: {error})"
-            ) from error
+            why = f"{type(error).__name__}: {printable(str(error), 400)}"
+            raise TraceError(f"{self.path}, step {shown(record.get('step'))}: not a step's line ({why})") from error
         for name, value in row.items():  # only now, so that a broken line leaves nothing behind
             self.rows[name].append(value)
         self._last = step
@@ -194,7 +201,7 @@ class _Lines:
 
     def _set(self, name: str, members: Any) -> Bools:
         if not isinstance(members, list) or not all(type(i) is int and 0 <= i < self.count for i in members):
-            raise ValueError(f"{name}={members!r}: expected a list of unit indices from 0 to {self.count - 1}")
+            raise ValueError(f"{name}={shown(members)}: expected a list of unit indices from 0 to {self.count - 1}")
         mask = np.zeros(self.count, dtype=bool)
         mask[members] = True
         return mask

@@ -7,7 +7,6 @@ model does not have, and training continues with those weights as they were init
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from safetensors import safe_open
 
 from ..backends.units import unwrap
+from ..files import read_json
 
 
 def load_renamed(model: Any, folder: Path) -> list[str]:
@@ -47,7 +47,7 @@ def _names_in(folder: Path) -> set[str]:
     """Names of the tensors in a checkpoint's safetensors files."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        return set(read_json(index)["weight_map"])
     if not single.is_file():
         return set()
     with safe_open(single, framework="pt") as file:

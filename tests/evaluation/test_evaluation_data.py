@@ -49,7 +49,7 @@ def data(tmp_path):
     [
         ("mmlu/test.jsonl", '{"question": "?", "choices": [], "answer": 0}\n', "row 1: no subject"),
         ("hellaswag/validation.jsonl", "", "got no rows"),
-        ("gsm8k/test.jsonl", "[1]\n", "no JSON objects"),
+        ("gsm8k/test.jsonl", "[1]\n", "expected a JSON object"),
         ("wikitext2/test.raw", b"\xff\xfe\x00", "cannot be read as text"),
         ("mmlu/test.jsonl", '{"question": "", "subject": "a", "choices": ["1", "2"], "answer": 0}\n', "a list of 4 texts"),
         ("mmlu/test.jsonl", '{"question": "", "subject": "a", "choices": [1, 2, 3, 4], "answer": "C"}\n', "answer='C'"),

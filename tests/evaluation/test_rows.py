@@ -23,7 +23,12 @@ def test_a_text_without_headings_is_one_article():
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "got no rows"), ("\n\n", "got no rows"), ("[1]\n", "no JSON objects"), ('{"cut', "cannot be read as JSON lines")],
+    [
+        ("", "got no rows"),
+        ("\n\n", "got no rows"),
+        ("[1]\n", "expected a JSON object"),
+        ('{"cut', "cannot be read as JSON lines"),
+    ],
 )
 def test_broken_json_lines_are_refused(tmp_path, text, message):
     (tmp_path / "rows.jsonl").write_text(text)

@@ -13,7 +13,7 @@ from synthetic import stationary, write_trace
 
 from hf_gnmr.cli import main
 from hf_gnmr.config import ConfigError
-from hf_gnmr.run.recipe import load_recipe
+from hf_gnmr.run.recipe import find_recipe, load_recipe
 from hf_gnmr.script import as_script
 from hf_gnmr.trace.calibrate import calibrate, held_out_steps
 from hf_gnmr.trace.replay import replay
@@ -94,8 +94,11 @@ def test_the_command_and_its_fragment(series, tmp_path, capsys):
     assert fragment["max_o"] == 3 and printed.startswith("# hf-gnmr calibrate ") and "--promotion-ratio 0.02" in text
     deeper = tmp_path / "a" / "b.yaml"
     deeper.parent.mkdir()
-    assert main([*arguments[:4], "--extends", str(recipe), "--output", str(deeper)]) == 0
-    assert load_recipe(deeper).gnmr == tuned.gnmr, "the base recipe is found wherever the fragment is"
+    assert main([*arguments[:4], "--extends", str(recipe), "--output", str(deeper)]) == 2 and not deeper.exists()
+    assert "expected a recipe below" in capsys.readouterr().err, "a recipe extends only what is below its folder"
+    shipped = str(find_recipe("quickstart"))
+    assert main([*arguments[:4], "--extends", shipped, "--output", str(deeper)]) == 0
+    assert load_recipe(deeper).gnmr == tuned.gnmr, "the package's recipes are found wherever the fragment is"
     capsys.readouterr()
     assert main(arguments) == 2 and "exists already" in capsys.readouterr().err
     assert main([*arguments[:4], "--json"]) == 0
