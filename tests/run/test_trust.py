@@ -1,4 +1,4 @@
-"""A run's folder may come from anyone: it runs no code unasked, shows no other files, and writes no escapes to a terminal."""
+"""A run's folder may come from anyone: it runs no code unasked, shows no other files, writes no escapes."""
 
 from __future__ import annotations
 
@@ -103,9 +103,8 @@ def test_the_page_shows_only_files_of_the_run(tmp_path, name, kind):
     if kind == "fifo":
         os.mkfifo(run / name)
     else:
-        target = {
-            "link": tmp_path / "secret", "relative link": "../secret", "link to a device": "/dev/zero", "folder link": tmp_path / "folder"
-        }[kind]  # fmt: skip
+        targets = {"link": tmp_path / "secret", "relative link": "../secret", "folder link": tmp_path / "folder"}
+        target = targets.get(kind, "/dev/zero")
         (run / name).symlink_to(target)
     assert main(["report", str(run), "--output", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
@@ -186,7 +185,8 @@ def hostile_trace(path, **changes):
     [
         ("report", "{trace}", "--output", "{tmp}/page.html"), ("replay", "{trace}"), ("diagnose", "{trace}"),
         ("calibrate", "{trace}", "--exceedance", "0.2"), ("replay", "{trace}", "--set", f"alpha={ESCAPES}"),
-        ("report", "{tmp}/" + ESCAPES), ("plan", "{tmp}/" + ESCAPES), ("eval", "{tmp}/" + ESCAPES), ("compare", "{tmp}/" + ESCAPES),
+        ("report", "{tmp}/" + ESCAPES), ("plan", "{tmp}/" + ESCAPES), ("eval", "{tmp}/" + ESCAPES),
+        ("compare", "{tmp}/" + ESCAPES),
         ("plan", "quickstart", f"gnmr.{ESCAPES}=1"), ("plan", "quickstart", f"model.name=./{ESCAPES}"),
         ("eval", "x", "--tasks", ESCAPES), (ESCAPES,),
     ],
