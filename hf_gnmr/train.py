@@ -24,13 +24,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from .backends import BACKENDS
 from .config import ConfigError, SetupError
 from .files import FileError, free_name, write_json, write_text
+from .run.architecture import check_folder
 from .run.environment import environment, environment_in_words, peak_memory
 from .run.folder import OutputFolder
 from .run.models import load_adapter
 from .run.prepare import TrainingData, find_model, kind_of, prepare_model, prepare_tokenizer
 from .run.recipe import find_recipe, load_recipe
 from .run.sections import Recipe, RecipeError
-from .terminal import cleaned, error_line
+from .terminal import cleaned, error_line, shown
 from .trace.lifted import LiftedRecord
 from .training.callback import GNMRCallback
 from .training.checks import refuse_training_settings
@@ -116,6 +117,8 @@ def check(recipe: Recipe) -> Start | None:
     )
     BACKENDS[recipe.backend.name].check_device(recipe.backend.options, arguments.device)
     _check_data(recipe, arguments)
+    for key, path in recipe.backend.options.paths().items():
+        check_folder(path, f"backend.{key}={shown(path)}")
     process = PartialState()
     folder = OutputFolder(recipe)
     say = print if process.is_main_process else _silent
