@@ -231,3 +231,18 @@ def test_no_escape_of_a_growing_trace_reaches_the_terminal(tmp_path):
     out = io.StringIO()
     follow(trace, CleanStream(out), every=0.01, patience=0.1)
     assert "step 60" in out.getvalue() and not {"\x1b", "\x07", "\u202e", "\x9b"} & set(out.getvalue())
+
+
+@pytest.mark.parametrize("target", ["fifo", "folder"])
+def test_following_a_trace_that_is_none_does_not_wait(tmp_path, target):
+    from hf_gnmr.trace.file import TraceError
+    from hf_gnmr.trace.follow import follow
+
+    path = tmp_path / "run" / "trace.jsonl"
+    path.parent.mkdir()
+    if target == "fifo":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    with pytest.raises(TraceError, match="expected a regular file"):
+        follow(path, every=0.01, patience=0.1)
