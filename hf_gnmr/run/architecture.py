@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..reading import MAX_DATA_BYTES, MAX_MODEL_JSON_BYTES, FileError, open_regular, read_json
+from ..reading import MAX_DATA_BYTES, MAX_MODEL_JSON_BYTES, FileError, check_regular, read_json
 from ..terminal import printable, shown
 from .sections import ModelSection, RecipeError
 
@@ -138,9 +138,9 @@ def check_folder(folder: str | Path, where: str) -> None:
     """
     path = Path(folder).expanduser()
     for file in sorted(path.iterdir()) if path.is_dir() else []:
-        if file.suffix in READ_FROM_FOLDERS and not file.is_dir():
+        if file.suffix in READ_FROM_FOLDERS and file.exists() and not file.is_dir():
             try:
-                open_regular(file, MAX_MODEL_JSON_BYTES if file.suffix == ".json" else MAX_DATA_BYTES).close()
+                check_regular(file, MAX_MODEL_JSON_BYTES if file.suffix == ".json" else MAX_DATA_BYTES)
             except FileError as error:
                 raise RecipeError(f"{where}: {error}") from error
 

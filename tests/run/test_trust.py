@@ -138,6 +138,10 @@ def test_a_trace_outside_the_folder_is_named_by_the_user_only(tmp_path, command_
 def test_eval_follows_no_link_that_leaves_the_folder(tmp_path, name, capsys):
     run = tmp_path / "run"
     run.mkdir()
+    if name == "config.json":
+        (run / "recipe.yaml").write_text(
+            "model: {name: builtin}\ndata: {name: builtin}\nbackend: {name: none}\nlora: false\n"
+        )
     (tmp_path / "secret").write_text(SECRET)
     (run / name).symlink_to(tmp_path / "secret")
     assert main(["eval", str(run), *EVAL]) == 2
