@@ -11,7 +11,6 @@ again with the same --output-dir to resume from the last saved state.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, get_scheduler
 
 from hf_gnmr import GNMRSession
+from hf_gnmr.run.rowfiles import rows_of
 
 
 def main() -> None:
@@ -108,8 +108,7 @@ def load(options: argparse.Namespace) -> tuple[Any, Any]:
     )
     model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
 
-    rows = [json.loads(line) for line in Path(options.data).read_bytes().split(b"\n") if line.strip()]
-    texts: Any = [f"Question: {row['question']}\nAnswer: {row['answer']}" for row in rows]
+    texts: Any = [f"Question: {row['question']}\nAnswer: {row['answer']}" for row in rows_of(Path(options.data))]
 
     def collate(batch: list[str]) -> dict[str, torch.Tensor]:
         encoded = tokenizer(batch, return_tensors="pt", padding=True, truncation=True, max_length=256)

@@ -64,28 +64,38 @@ def open_regular(path: str | os.PathLike[str], most: int) -> BinaryIO:
     Raises:
         FileError: no such file, another kind of file, or a larger one.
     """
+    check_regular(path, most)  # without opening it: a device may act when it is opened
     try:
-        _refuse_other_kinds(path, os.stat(path))  # a device may act when it is opened
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    except FileError:
-        raise
-    except (OSError, ValueError) as error:  # ValueError: a null character in the name
-        raise FileError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except OSError as error:
+        raise FileError(f"{path} cannot be read: {error.strerror or error}") from error
     try:
-        status = os.fstat(descriptor)
-        _refuse_other_kinds(path, status)
-        if status.st_size > most:
-            raise FileError(f"{path}: expected at most {most:,} bytes, got {status.st_size:,}")
+        _check_status(path, os.fstat(descriptor), most)
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise
 
 
-def _refuse_other_kinds(path: str | os.PathLike[str], status: os.stat_result) -> None:
+def check_regular(path: str | os.PathLike[str], most: int) -> None:
+    """Refuse what is no regular file of at most `most` bytes, without opening it.
+
+    Raises:
+        FileError: see `open_regular`.
+    """
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        raise FileError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    _check_status(path, status, most)
+
+
+def _check_status(path: str | os.PathLike[str], status: os.stat_result, most: int) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = next((name for is_kind, name in KINDS.items() if is_kind(status.st_mode)), "something else")
         raise FileError(f"{path} cannot be read: expected a regular file, got {kind}")
+    if status.st_size > most:
+        raise FileError(f"{path}: expected at most {most:,} bytes, got {status.st_size:,}")
 
 
 def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
@@ -96,7 +106,14 @@ def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
     """
     try:
         with open_regular(path, most) as file:
-            contents = file.read(most + 1)
+            # As much as the file has: `read` takes memory for as much as it is asked for.
+            size = min(os.fstat(file.fileno()).st_size, most)
+            contents = file.read(size + 1)
+            while len(contents) > size and len(contents) <= most:  # it has grown, or is of /proc, where sizes are 0
+                part = file.read(min(2**20, most + 1 - len(contents)))
+                if not part:
+                    break
+                contents += part
     except OSError as error:
         raise FileError(f"{path} cannot be read: {error.strerror or error}") from error
     if len(contents) > most:

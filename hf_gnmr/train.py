@@ -25,6 +25,7 @@ from .backends import BACKENDS
 from .backends.bf16_cpu import float32_kernels
 from .config import ConfigError, SetupError
 from .files import FileError, free_name, write_json
+from .run.architecture import check_folder
 from .run.emulated import kernels, same_on_all_ranks
 from .run.environment import environment, environment_in_words, peak_memory
 from .run.folder import OutputFolder
@@ -33,7 +34,7 @@ from .run.prepare import TrainingData, find_model, kind_of, prepare_model, prepa
 from .run.recipe import find_recipe, load_recipe
 from .run.sections import Recipe, RecipeError
 from .script import write_script
-from .terminal import cleaned, error_line
+from .terminal import cleaned, error_line, shown
 from .trace.lifted import LiftedRecord
 from .training.callback import GNMRCallback
 from .training.checks import refuse_training_settings
@@ -127,6 +128,8 @@ def check(recipe: Recipe) -> Start | None:
     )
     BACKENDS[recipe.backend.name].check_device(recipe.backend.options, arguments.device)
     _check_data(recipe, arguments)
+    for key, path in recipe.backend.options.paths().items():
+        check_folder(path, f"backend.{key}={shown(path)}")
     process = PartialState()
     folder = OutputFolder(recipe)
     say = print if process.is_main_process else _silent

@@ -14,7 +14,7 @@ from ..backends.bnb.int8 import cast_notes_silenced
 from ..backends.units import all_layers
 from ..config import ConfigError
 from ..files import FileError, read_json
-from ..run.architecture import check_folder, check_sizes
+from ..run.architecture import check_adapter, check_folder
 from ..run.models import load_adapter, load_base, load_tokenizer, model_source, module_names
 from ..run.patterns import check_patterns
 from .subjects import Subject, last_layers
@@ -51,7 +51,7 @@ def _adapted(model: Any, subject: Subject, adapter: Path) -> Any:
     try:
         check_folder(adapter, subject.label)
         stored = read_json(adapter / "adapter_config.json")
-        check_sizes(stored, f"{subject.label}: adapter_config.json")
+        check_adapter(stored, f"{subject.label}: adapter_config.json")
         check_patterns(stored, module_names(model), f"{subject.label}: adapter_config.json: ")
         config = PeftConfig.from_pretrained(adapter)
         config.inference_mode = False  # else its parameters are frozen, and layers are recognised by what is trainable
@@ -74,6 +74,8 @@ def _switched(model: Any, subject: Subject, precision: str) -> str:
     options = subject.int8_options
     # No original weights where no layer leaves the low-cost path.
     recovery, source = ("dequantize", None) if precision == "low" else (options.recovery, options.recovery_source)
+    if source is not None:
+        check_folder(source, f"{subject.label}: recovery_source")
     backend = Int8Backend(model, units, eval_path="active", recovery=recovery, recovery_source=source)
     active = np.zeros(len(units), dtype=bool)
     if precision == "recovery":

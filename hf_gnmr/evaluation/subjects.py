@@ -98,7 +98,9 @@ def resolve(run: str, base: str | None, precision: str | None) -> Subject:
     if base is not None and not ((folder / RECIPE).is_file() or (folder / ADAPTER_CONFIG).is_file()):
         raise ConfigError(f"--base {base}: {run} holds no adapter that could be put over another base")
     above = folder.resolve().parent
-    for place, name in ((folder, RECIPE), (above, RECIPE), (folder, ADAPTER_CONFIG), (folder, MODEL_CONFIG)):
+    # A model's folder may consist of links to where its files are; a run's and an adapter's were written in one piece.
+    own = (RECIPE, ADAPTER_CONFIG, *((MODEL_CONFIG,) if (folder / RECIPE).is_file() else ()))
+    for place, name in ((above, RECIPE), *((folder, name) for name in own)):
         if not inside(place, name):
             raise ConfigError(f"{run}: {name} is a link to a file outside {place}; expected a file of that folder")
     step = re.fullmatch(r"checkpoint-(\d+)", folder.resolve().name) if (above / RECIPE).is_file() else None

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..reading import MAX_DATA_BYTES, MAX_MODEL_JSON_BYTES, FileError, open_regular, read_json
+from ..reading import MAX_DATA_BYTES, MAX_MODEL_JSON_BYTES, FileError, check_regular, read_json
 from ..terminal import printable, shown
 from .sections import ModelSection, RecipeError
 
@@ -27,6 +27,8 @@ MAX_SIZE = 2**24
 """Of widths and lengths: 16.8 million; the longest contexts have 10 million positions."""
 MAX_VOCABULARY = 2**27
 """Of vocabularies: 134 million; tables of n-grams have 20 million rows."""
+MAX_RANK = 2**16
+"""Of an adapter."""
 MAX_PARAMETERS = 10**13
 """Of a model's parameters, counted on the meta device."""
 LAYERS = re.compile(r"(^|_)(layers?|blocks?|depths?|groups?)$")
@@ -88,6 +90,26 @@ def _check_experts(part: dict[str, Any], place: str) -> None:
             )
 
 
+def check_adapter(values: dict[str, Any], where: str) -> None:
+    """Refuse an adapter's configuration with sizes beyond the limits: ranks, and layers that it repeats.
+
+    Raises:
+        RecipeError: naming key and value.
+    """
+    check_sizes(values, where)
+    patterns = values.get("rank_pattern")
+    ranks = [values.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())]
+    too_high = [rank for rank in ranks if isinstance(rank, int) and rank > MAX_RANK]
+    if too_high:
+        raise RecipeError(f"{where}: expected a rank of at most {MAX_RANK:,}, got {shown(too_high[0])}")
+    repeated = values.get("layer_replication") or []
+    if isinstance(repeated, list) and len(repeated) > MAX_LAYERS:
+        raise RecipeError(f"{where}.layer_replication={shown(repeated)}: expected at most {MAX_LAYERS:,} ranges")
+    spans = [pair for pair in repeated if isinstance(pair, list) and len(pair) == 2 and all(type(i) is int for i in pair)]
+    if sum(end - start for start, end in spans) > MAX_LAYERS:
+        raise RecipeError(f"{where}.layer_replication={shown(repeated)}: expected at most {MAX_LAYERS:,} layers")
+
+
 def on_meta(config: Any, section: ModelSection, dtype: torch.dtype) -> Any:
     """A model of a configuration on the meta device, where it takes no memory for its weights.
 
@@ -116,9 +138,9 @@ def check_folder(folder: str | Path, where: str) -> None:
     """
     path = Path(folder).expanduser()
     for file in sorted(path.iterdir()) if path.is_dir() else []:
-        if file.suffix in READ_FROM_FOLDERS and not file.is_dir():
+        if file.suffix in READ_FROM_FOLDERS and file.exists() and not file.is_dir():
             try:
-                open_regular(file, MAX_MODEL_JSON_BYTES if file.suffix == ".json" else MAX_DATA_BYTES).close()
+                check_regular(file, MAX_MODEL_JSON_BYTES if file.suffix == ".json" else MAX_DATA_BYTES)
             except FileError as error:
                 raise RecipeError(f"{where}: {error}") from error
 

@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ..reading import MAX_YAML_BYTES, FileError, read_json, read_utf8
+from ..reading import MAX_YAML_BYTES, FileError, inside, read_json, read_utf8
 from ..terminal import shown
 from ..training.journal import SUMMARY_FILE, TRACE_FILE
 from .recipe import normalised
@@ -169,6 +169,8 @@ class OutputFolder:
         if not stored.is_file():
             print(f"no recipe.yaml beside {self.checkpoint}: its settings cannot be compared with this recipe's", flush=True)
             return {}
+        if not inside(stored.parent, stored.name):
+            raise RecipeError(f"{stored}: the recipe of the run to be resumed is a link to a file outside its folder")
         try:
             old = load_yaml(read_utf8(stored, MAX_YAML_BYTES))
         except (FileError, YamlError) as error:

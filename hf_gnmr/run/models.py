@@ -134,6 +134,7 @@ def load_tokenizer(source: str, section: ModelSection) -> Any:
     """
     from transformers import AutoTokenizer
 
+    check_folder(source, f"model.name={shown(section.name)}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             source, revision=section.revision, trust_remote_code=section.trust_remote_code

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from ..terminal import printable, shown
+from .architecture import MAX_RANK
 from .sections import RecipeError
 
 LEAST: dict[str, float] = {
@@ -25,7 +26,7 @@ LEAST: dict[str, float] = {
 """Lowest valid value per key. `training.max_steps` may also be -1, which means "by epochs" in transformers."""
 
 MOST: dict[str, float] = {
-    "lora.lora_dropout": 1, "training.label_smoothing_factor": 1, "lora.r": 2**16, "lora.lora_alpha": 10**9,
+    "lora.lora_dropout": 1, "training.label_smoothing_factor": 1, "lora.r": MAX_RANK, "lora.lora_alpha": 10**9,
     "data.max_length": 2**24, "data.rows": 10**12, "data.eval_rows": 10**9, "data.generate_rows": 10**9,
     "data.documents": 10**7, "data.max_new_tokens": 10**6, "training.per_device_train_batch_size": 10**6,
     "training.per_device_eval_batch_size": 10**6, "training.gradient_accumulation_steps": 10**6, "training.max_steps": 10**9,

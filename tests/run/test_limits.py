@@ -400,3 +400,52 @@ def test_a_templates_widths_are_bounded(template):
 
     with pytest.raises(RecipeError, match="widths of at most 4 digits"):
         check_source(DataSection("builtin", prompt=template))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"r": 10**9}, "r=1000000000"),
+        ({"r": 10**6}, "rank of at most 65,536"),
+        ({"r": 8, "rank_pattern": {"q_proj": 10**6}}, "rank of at most 65,536"),
+        ({"layer_replication": [[0, 10**6]]}, "layer_replication"),
+        ({"layer_replication": [[0, 1]] * 5000}, "layer_replication"),
+    ],
+)
+def test_an_adapters_sizes_are_bounded(values, message):
+    from hf_gnmr.run.architecture import check_adapter
+
+    with pytest.raises(RecipeError, match=message):
+        check_adapter(values, "adapter_config.json")
+
+
+@pytest.mark.parametrize("kind", ["header", "units", "line", "nesting", "digits", "long line", "step"])
+def test_a_trace_beyond_a_limit_is_one_line(tmp_path, kind, monkeypatch):
+    from synthetic import stationary, write_trace
+
+    from hf_gnmr.trace import file
+    from hf_gnmr.trace.series import read_series
+
+    trace = write_trace(tmp_path / "trace.jsonl", stationary(30, 3))
+    header, *steps = trace.read_text().splitlines()
+    values = json.loads(steps[4])
+    if kind == "header":
+        header = json.dumps({**json.loads(header), "max_o": int("9" * 90)})
+    elif kind == "units":
+        units = json.loads(header)["units"]
+        header = json.dumps({**json.loads(header), "units": [{**units[0], "bytes_low": 10**90}, *units[1:]]})
+    elif kind == "nesting":
+        steps[4] = json.dumps(values)[:-1] + ', "x": ' + "[" * 1000 + "]" * 1000 + "}"
+    elif kind == "digits":
+        steps[4] = json.dumps(values)[:-1] + ', "x": ' + "9" * 5000 + "}"
+    elif kind == "step":
+        steps[4] = json.dumps({**values, "step": 2**61})
+    elif kind == "long line":
+        monkeypatch.setattr(file, "MAX_TRACE_LINE_BYTES", 100_000)
+        steps[4] = json.dumps(values)[:-1] + ', "x": "' + "y" * 200_000 + '"}'
+    else:
+        steps[4] = json.dumps({**values, "active": list(range(10**5))})
+    trace.write_text("\n".join([header, *steps]) + "\n")
+    with pytest.raises(file.TraceError, match=r"trace\.jsonl") as error:
+        read_series(trace)
+    assert len(str(error.value)) < 1500

@@ -1,4 +1,4 @@
-"""A run's folder may come from anyone: it runs no code unasked, shows no other files, and writes no escapes to a terminal."""
+"""A run's folder may come from anyone: it runs no code unasked, shows no other files, writes no escapes."""
 
 from __future__ import annotations
 
@@ -103,9 +103,8 @@ def test_the_page_shows_only_files_of_the_run(tmp_path, name, kind):
     if kind == "fifo":
         os.mkfifo(run / name)
     else:
-        target = {
-            "link": tmp_path / "secret", "relative link": "../secret", "link to a device": "/dev/zero", "folder link": tmp_path / "folder"
-        }[kind]  # fmt: skip
+        targets = {"link": tmp_path / "secret", "relative link": "../secret", "folder link": tmp_path / "folder"}
+        target = targets.get(kind, "/dev/zero")
         (run / name).symlink_to(target)
     assert main(["report", str(run), "--output", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
@@ -139,6 +138,10 @@ def test_a_trace_outside_the_folder_is_named_by_the_user_only(tmp_path, command_
 def test_eval_follows_no_link_that_leaves_the_folder(tmp_path, name, capsys):
     run = tmp_path / "run"
     run.mkdir()
+    if name == "config.json":
+        (run / "recipe.yaml").write_text(
+            "model: {name: builtin}\ndata: {name: builtin}\nbackend: {name: none}\nlora: false\n"
+        )
     (tmp_path / "secret").write_text(SECRET)
     (run / name).symlink_to(tmp_path / "secret")
     assert main(["eval", str(run), *EVAL]) == 2
@@ -186,7 +189,8 @@ def hostile_trace(path, **changes):
     [
         ("report", "{trace}", "--output", "{tmp}/page.html"), ("replay", "{trace}"), ("diagnose", "{trace}"),
         ("calibrate", "{trace}", "--exceedance", "0.2"), ("replay", "{trace}", "--set", f"alpha={ESCAPES}"),
-        ("report", "{tmp}/" + ESCAPES), ("plan", "{tmp}/" + ESCAPES), ("eval", "{tmp}/" + ESCAPES), ("compare", "{tmp}/" + ESCAPES),
+        ("report", "{tmp}/" + ESCAPES), ("plan", "{tmp}/" + ESCAPES), ("eval", "{tmp}/" + ESCAPES),
+        ("compare", "{tmp}/" + ESCAPES),
         ("plan", "quickstart", f"gnmr.{ESCAPES}=1"), ("plan", "quickstart", f"model.name=./{ESCAPES}"),
         ("eval", "x", "--tasks", ESCAPES), (ESCAPES,),
     ],
@@ -231,3 +235,18 @@ def test_no_escape_of_a_growing_trace_reaches_the_terminal(tmp_path):
     out = io.StringIO()
     follow(trace, CleanStream(out), every=0.01, patience=0.1)
     assert "step 60" in out.getvalue() and not {"\x1b", "\x07", "\u202e", "\x9b"} & set(out.getvalue())
+
+
+@pytest.mark.parametrize("target", ["fifo", "folder"])
+def test_following_a_trace_that_is_none_does_not_wait(tmp_path, target):
+    from hf_gnmr.trace.file import TraceError
+    from hf_gnmr.trace.follow import follow
+
+    path = tmp_path / "run" / "trace.jsonl"
+    path.parent.mkdir()
+    if target == "fifo":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    with pytest.raises(TraceError, match="expected a regular file"):
+        follow(path, every=0.01, patience=0.1)

@@ -45,10 +45,11 @@ def file_backed(tensors: Iterable[Tensor]) -> list[bool]:
     if _libc is None:
         return [True for _ in tensors]  # nothing is given back on this system
     ranges = []
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+    # As bytes, by line feeds: the names of mapped files may hold anything else.
+    for line in filter(None, Path("/proc/self/maps").read_bytes().split(b"\n")):
         addresses, _, _, _, inode, *_ = line.split(maxsplit=5)
-        if inode != "0":
-            first, _, end = addresses.partition("-")
+        if inode != b"0":
+            first, _, end = addresses.partition(b"-")
             ranges.append((int(first, 16), int(end, 16)))
     ranges.sort()
     starts = [first for first, _ in ranges]
