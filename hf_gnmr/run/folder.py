@@ -15,8 +15,9 @@ from typing import Any
 
 import yaml
 
-from ..files import FileError, read_json
+from ..files import read_json
 from ..training.journal import SUMMARY_FILE, TRACE_FILE
+from ..training.whole import CHECKPOINT, damage
 from .recipe import normalised
 from .sections import Recipe, RecipeError
 
@@ -31,10 +32,6 @@ FREE_ON_RESUME = re.compile(
     r"data\.(generate_rows|max_new_tokens|answer_marker)|training\.(output_dir|max_steps|num_train_epochs|report_to|run_name|"
     r"disable_tqdm|logging_.*|save_.*|eval_.*|dataloader_num_workers|use_cpu)"
 )
-CHECKPOINT = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
-"""Files without which a run cannot be resumed exactly; the Trainer writes trainer_state.json last."""
-WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json", "adapter_model.bin")
-"""One of these holds a checkpoint's parameters."""
 
 
 class OutputFolder:
@@ -84,9 +81,10 @@ class OutputFolder:
                     "checkpoint to resume: give another folder, or run.overwrite=true to move it aside"
                 )
             return
-        if not is_whole(self.checkpoint):
+        broken = damage(self.checkpoint)
+        if broken is not None:
             raise RecipeError(
-                f"run.resume={str(run.resume)!r}: expected a complete checkpoint (weights, {', '.join(CHECKPOINT)})"
+                f"run.resume={str(run.resume)!r}: expected a complete checkpoint (weights, {', '.join(CHECKPOINT)}): {broken}"
             )
         if files_of_a_run and self.checkpoint.resolve().parent != self.path.resolve():
             raise RecipeError(
@@ -194,24 +192,23 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     `resume_from_checkpoint=True`) picks and then cannot read; this function looks at the files in it.
     """
     checkpoints = [p for p in Path(folder).glob("checkpoint-*") if re.fullmatch(r"checkpoint-[0-9]+", p.name)]
-    whole = [p for p in checkpoints if is_whole(p)]
-    if checkpoints and not whole:
+    passed_over = []
+    for checkpoint in sorted(checkpoints, key=lambda p: int(p.name.split("-")[1]), reverse=True):
+        broken = damage(checkpoint)
+        if broken is None:
+            if passed_over:
+                warnings.warn(f"{'; '.join(passed_over)}. {checkpoint.name} is used", stacklevel=2)
+            return checkpoint
+        passed_over.append(f"{checkpoint.name} is not complete: {broken}")
+    if checkpoints:
         warnings.warn(
             f"{folder} has {len(checkpoints)} checkpoints, none of them complete ({', '.join(CHECKPOINT)} and weights; "
-            "save_only_model omits optimizer and scheduler): there is nothing to resume from",
+            f"save_only_model omits optimizer and scheduler): there is nothing to resume from. {'; '.join(passed_over)}",
             stacklevel=2,
         )
-    return max(whole, key=lambda p: int(p.name.split("-")[1]), default=None)
+    return None
 
 
 def is_whole(checkpoint: Path) -> bool:
     """Whether the Trainer finished writing a checkpoint, and it holds everything that an exact resume needs."""
-    if not all((checkpoint / name).is_file() for name in CHECKPOINT):
-        return False
-    if not any((checkpoint / name).is_file() for name in WEIGHTS):
-        return False
-    try:
-        read_json(checkpoint / "trainer_state.json")
-    except FileError:
-        return False
-    return True
+    return damage(checkpoint) is None

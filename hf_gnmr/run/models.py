@@ -9,9 +9,11 @@ import hashlib
 import math
 import os
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from ..backends import BACKENDS
 from ..backends.units import lora_part
@@ -210,14 +212,19 @@ def load_adapter(model: Any, folder: str, key: str) -> None:
         raise RecipeError(f"{key}={folder!r}: no such folder")
     try:
         result = set_peft_model_state_dict(model, load_peft_weights(folder, device="cpu"))
-    except (OSError, ValueError, RuntimeError) as error:
-        raise RecipeError(f"{key}={folder!r} does not fit: {error}") from error
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError, UnpicklingError) as error:
+        raise RecipeError(f"{key}={folder!r} does not fit, or its file is cut off: {error}") from error
     prefix = getattr(model.base_model, "prefix", "lora_")
     missing = [name for name in result.missing_keys if prefix in name]
     if missing or result.unexpected_keys:
+        named = "; ".join(
+            f"{what}: {', '.join(names[:5])}{', …' if len(names) > 5 else ''}"
+            for what, names in (("missing", missing), ("unexpected", list(result.unexpected_keys)))
+            if names
+        )
         raise RecipeError(
-            f"{key}={folder!r} does not fit: {len(missing)} tensors missing, "
-            f"{len(result.unexpected_keys)} unexpected (first: {(missing + result.unexpected_keys)[0]})"
+            f"{key}={folder!r} does not fit: {len(missing)} tensors missing, {len(result.unexpected_keys)} unexpected "
+            f"({named})"
         )
 
 

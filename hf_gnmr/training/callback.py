@@ -23,8 +23,9 @@ from transformers.trainer_callback import ExportableState
 from ..backends.units import Unit
 from ..config import ConfigError, GNMRConfig, SetupError
 from ..control.controller import Decision, Trigger
-from .checkpoints import load_renamed
+from .checkpoints import is_checkpoint_of, load_renamed
 from .checks import refuse_unreadable_gradients, refuse_windows_never_full
+from .fit import refuse_misfit
 from .journal import TRACE_FILE
 from .options import (
     DEFAULT_BACKEND,
@@ -233,10 +234,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
         checkpoint = f"checkpoint-{state.global_step}"
         places = [folder / checkpoint, Path(str(attributes.get("_folder"))) / checkpoint]
         if not self.weights_loaded:
-            source = next((p for p in places if p.is_dir()), None)
-            renamed = [] if source is None else load_renamed(model, source)
-            if renamed and state.is_world_process_zero:
-                print(f"GNMR: {len(renamed)} weights that the Trainer had skipped were loaded from {source}", flush=True)
+            self._check_weights(state, model, places)
         saved = attributes.get("_state")
         run_id = None if saved is None else attributes.get("_run_id")
         session.resume(state.global_step, saved, run_id, attributes.get("_setup"))
@@ -258,6 +256,26 @@ class GNMRCallback(TrainerCallback, ExportableState):
             )
         elif self._state is not None and state.is_world_process_zero:
             print("GNMR: settings come from the checkpoint (restore_callback_states_from_checkpoint)", flush=True)
+
+    def _check_weights(self, state: TrainerState, model: nn.Module, places: list[Path]) -> None:
+        """Refuse a checkpoint that does not fit the model, and load what a plain Trainer skips.
+
+        Raises:
+            SetupError: weights that do not fit.
+        """
+        source = next((place for place in places if is_checkpoint_of(place, state)), None)
+        if source is None:
+            if state.is_world_process_zero:
+                print(
+                    f"GNMR: NOT CHECKED whether the checkpoint's weights fit the model: it is not in {places[0].parent} "
+                    "(GNMRTrainerMixin checks a checkpoint in any folder)",
+                    flush=True,
+                )
+            return
+        refuse_misfit(model, source)
+        renamed = load_renamed(model, source)
+        if renamed and state.is_world_process_zero:
+            print(f"GNMR: {len(renamed)} weights that the Trainer had skipped were loaded from {source}", flush=True)
 
     # -- For custom Trainers ------------------------------------------------------------------------------------------
 
