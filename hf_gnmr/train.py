@@ -23,7 +23,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from .backends import BACKENDS
 from .config import ConfigError, SetupError
-from .files import FileError, free_name, write_json, write_text
+from .files import FileError, free_number, numbered, regular, write_json, write_text
 from .run.environment import environment, environment_in_words, peak_memory
 from .run.folder import OutputFolder
 from .run.models import load_adapter
@@ -67,6 +67,14 @@ def train(recipe: Recipe) -> dict[str, Any]:
     start = check(recipe)
     if start is None:
         return {}
+    try:
+        return _train(start)
+    finally:
+        start.folder.release()
+
+
+def _train(start: Start) -> dict[str, Any]:
+    recipe = start.recipe
     seed = start.arguments.seed
     with start.process.main_process_first():
         tokenise = kind_of(recipe.data).read(recipe.data, seed)
@@ -128,6 +136,8 @@ def check(recipe: Recipe) -> Start | None:
     trace = getattr(recipe.trigger.options, "trace", None)
     if trace is not None:
         LiftedRecord(trace).promotion_ratio()  # an unusable trace is refused here, before the model is loaded
+    if process.is_main_process:
+        folder.lock()
     return Start(recipe, arguments, callback, process, folder, say, finished_at)
 
 
@@ -172,9 +182,11 @@ class Record(TrainerCallback):
             return
         folder = Path(args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ("recipe.yaml", "environment.json"):
-            if (folder / name).exists():  # from the run that is resumed
-                os.replace(folder / name, free_name(folder / name))
+        earlier = [folder / name for name in ("recipe.yaml", "environment.json")]
+        number = free_number(*earlier)
+        for file in earlier:
+            if regular(file).exists():  # from the run that is resumed
+                os.replace(file, numbered(file, number))
         write_text(folder / "recipe.yaml", self.recipe.to_yaml())
         write_json(folder / "environment.json", environment(args, self.data))
 

@@ -18,16 +18,22 @@ from typing import Any
 import numpy as np
 
 from ..config import ConfigError
-from ..files import FileError, free_name, read_json, write_json, write_text
+from ..files import FileError, free_number, numbered, read_json, replaceable, write_json, write_text
 from .scores import figure, standard_error
 from .subjects import EVAL_FOLDER, PRECISIONS, folder_for, resolve
-from .table import as_csv, markdown
+from .table import CSV_COLUMNS, as_csv, markdown
 
 DRAWS = 10_000
 DRAWS_AT_ONCE = 100
 """All at once would take gigabytes for MMLU."""
 LEAST = 10
 """With fewer items no difference is judged."""
+OURS = {
+    "compare.md": (b"| method |", b"**SMOKE"),
+    "compare.json": (b'{\n  "reference":',),
+    "compare.csv": (",".join(CSV_COLUMNS[:4]).encode(),),
+}
+"""The table's files, and how they begin, in every version."""
 Result = dict[str, Any]
 """One result file."""
 Rows = dict[str, list[Result]]
@@ -62,6 +68,8 @@ def write(folders: list[Path], against: str | None, output: Path | None, shown: 
         ConfigError: no results, or no row of the name `against`.
         FileError: a result that cannot be read.
     """
+    if output is not None:
+        _check_output(output)
     table = compare(folders, against, shown)
     text = markdown(table)
     print(text, flush=True)
@@ -70,12 +78,29 @@ def write(folders: list[Path], against: str | None, output: Path | None, shown: 
     output.mkdir(parents=True, exist_ok=True)
     earlier = output / "compare.json"
     if earlier.is_file() and read_json(earlier).get("rows", {}).keys() != table["rows"].keys():
-        for name in ("compare.md", "compare.json", "compare.csv"):
-            if (output / name).is_file():
-                os.replace(output / name, free_name(output / name))
+        files = [output / name for name in OURS]
+        number = free_number(*files)
+        for file in files:
+            if file.is_file():
+                os.replace(file, numbered(file, number))
     write_text(output / "compare.md", text + "\n")
     write_json(output / "compare.json", table)
     write_text(output / "compare.csv", as_csv(table))
+
+
+def _check_output(output: Path) -> None:
+    """Refuse a folder that cannot hold a table, or holds other files under its names.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"--output {output}: not a folder")
+    for name, beginnings in OURS.items():
+        try:
+            replaceable(output / name, lambda text, known=beginnings: text.startswith(known), "a table of hf-gnmr compare")  # type: ignore[misc]
+        except FileError as error:
+            raise ConfigError(f"--output {error}") from error
 
 
 def load_results(folder: Path) -> dict[str, list[Result]]:

@@ -15,9 +15,10 @@ from typing import Any
 
 import yaml
 
-from ..files import read_json
+from ..files import FileError, read_json, regular
+from ..trace.lock import hold, release
 from ..training.journal import SUMMARY_FILE, TRACE_FILE
-from ..training.whole import CHECKPOINT, damage
+from ..training.whole import CHECKPOINT, WEIGHTS, damage
 from .recipe import normalised
 from .sections import Recipe, RecipeError
 
@@ -50,9 +51,12 @@ class OutputFolder:
         """The resolved recipe of the run that is resumed, as plain values; empty if there is none."""
         self.moves = False
         """Whether `claim` will move a run aside."""
+        self._lock: Path | None = None
         self._writable()
         run = recipe.run
-        files_of_a_run = self.files(FINISHED + BEGUN) + [p.name for p in self.path.glob("checkpoint-*")]
+        files_of_a_run = self.files(tuple(dict.fromkeys(FINISHED + BEGUN + WEIGHTS))) + [
+            p.name for p in self.path.glob("checkpoint-*")
+        ]
         if run.overwrite or not run.resume:
             self._check_fresh(files_of_a_run)
         else:
@@ -84,7 +88,8 @@ class OutputFolder:
         broken = damage(self.checkpoint)
         if broken is not None:
             raise RecipeError(
-                f"run.resume={str(run.resume)!r}: expected a complete checkpoint (weights, {', '.join(CHECKPOINT)}): {broken}"
+                f"run.resume={str(run.resume)!r}: expected a complete checkpoint (weights, {', '.join(CHECKPOINT)}), got "
+                f"one with {broken}"
             )
         if files_of_a_run and self.checkpoint.resolve().parent != self.path.resolve():
             raise RecipeError(
@@ -122,19 +127,43 @@ class OutputFolder:
         weights = FINISHED[:1] if self.recipe.lora is not None else MODEL
         return bool(self.files(weights)) and len(self.files(FINISHED[1:])) == len(FINISHED[1:])
 
+    def lock(self) -> None:
+        """Keep other processes out of the folder until `release`, if it exists; on the process that writes, before it reads
+        data or model.
+
+        Raises:
+            SetupError: another process writes a run there.
+        """
+        if self._lock is None and self.path.is_dir():
+            self._lock = hold(self.path / TRACE_FILE)
+
+    def release(self) -> None:
+        """Let others in; may be called twice."""
+        if self._lock is not None:
+            release(self._lock)
+            self._lock = None
+
     def claim(self) -> None:
-        """Move aside a run that is to be overwritten (folder.1, folder.2, …), and create the folder."""
+        """Move aside a run that is to be overwritten (folder.1, folder.2, …), and create the folder.
+
+        Raises:
+            RecipeError: it cannot be moved.
+            SetupError: another process writes a run there.
+        """
         if self.moves:
             folder = self.path.resolve()  # a link stays, and then points to the new run's folder
             number = 1
             while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
                 number += 1
+            self.lock()
+            self.release()  # the lock's file must not move along
             try:
                 os.replace(folder, aside)
             except OSError as error:
                 raise RecipeError(f"run.overwrite=true: {folder} cannot be moved to {aside}: {error}") from error
             print(f"the run in {folder} was moved to {aside}", flush=True)
         self.path.resolve().mkdir(parents=True, exist_ok=True)
+        self.lock()
 
     def _nothing_needed_moves(self) -> None:
         """Refuse to move aside a folder that this process runs in, or that the new run reads from."""
@@ -158,6 +187,11 @@ class OutputFolder:
         existing = next(p for p in (self.path.resolve(), *self.path.resolve().parents) if p.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise RecipeError(f"training.output_dir={str(self.path)!r} cannot be written ({existing})")
+        for name in dict.fromkeys(FINISHED + BEGUN):
+            try:
+                regular(self.path / name)
+            except FileError as error:
+                raise RecipeError(f"training.output_dir={str(self.path)!r}: {error}") from error
 
     def _stored_recipe(self, stored: Path) -> dict[str, Any]:
         if not stored.is_file():
@@ -192,7 +226,7 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     `resume_from_checkpoint=True`) picks and then cannot read; this function looks at the files in it.
     """
     checkpoints = [p for p in Path(folder).glob("checkpoint-*") if re.fullmatch(r"checkpoint-[0-9]+", p.name)]
-    passed_over = []
+    passed_over: list[str] = []
     for checkpoint in sorted(checkpoints, key=lambda p: int(p.name.split("-")[1]), reverse=True):
         broken = damage(checkpoint)
         if broken is None:

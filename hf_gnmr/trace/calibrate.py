@@ -23,8 +23,7 @@ import numpy as np
 
 from ..config import ConfigError, parse_bytes
 from ..control.controller import Bools
-from ..files import plain, printable, write_text
-from .file import TraceError
+from ..files import FileError, plain, printable, write_text
 from .metrics import exceedance
 from .replay import Replay, mean_recovery_bytes, recorded_config, replay
 from .replay_table import NOTE
@@ -269,10 +268,10 @@ def main(argv: list[str] | None = None) -> int:
             extends = os.path.relpath(extends, Path(options.output).resolve().parent if options.output else Path.cwd())
         text = fragment(proposal, command, extends)
         if options.output is not None:
-            if Path(options.output).exists():
+            if os.path.lexists(options.output):
                 raise ConfigError(f"--output {options.output} exists already: name another file")
             write_text(options.output, text)
-    except (ConfigError, TraceError, OSError) as error:
+    except (ConfigError, FileError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     series.warn()

@@ -24,7 +24,7 @@ from ..backends.units import Unit
 from ..config import ConfigError, GNMRConfig, SetupError
 from ..control.controller import Decision, Trigger
 from .checkpoints import is_checkpoint_of, load_renamed
-from .checks import refuse_unreadable_gradients, refuse_windows_never_full
+from .checks import refuse_trace_place, refuse_unreadable_gradients, refuse_windows_never_full
 from .fit import refuse_misfit
 from .journal import TRACE_FILE
 from .options import (
@@ -81,6 +81,8 @@ class GNMRCallback(TrainerCallback, ExportableState):
         self.options = Options(backend, trigger, trigger_options, layers, max_recovery_memory, **of_backend)
         if trace_path is not None and trace_path is not False and not isinstance(trace_path, (str, os.PathLike)):
             raise ConfigError(f"trace_path={trace_path!r}: expected a path, None or False")
+        if trace_path is not None and not isinstance(trace_path, bool):
+            refuse_trace_place(trace_path, "trace_path", named=True)
         self.trace_path = trace_path
         self.session: GNMRSession | None = None
         """The running training, or the last one."""
@@ -123,6 +125,8 @@ class GNMRCallback(TrainerCallback, ExportableState):
         if state.max_steps < 1:
             raise SetupError(f"the training has {state.max_steps} optimizer steps: expected at least 1")
         refuse_windows_never_full(kwargs.get("train_dataloader"), args.gradient_accumulation_steps)
+        if self.trace_path is None:
+            refuse_trace_place(Path(args.output_dir) / TRACE_FILE, "output_dir", named=False)
         model = kwargs["model"]
         refuse_unreadable_gradients(args, model)
         session = GNMRSession(

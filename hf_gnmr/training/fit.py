@@ -47,9 +47,7 @@ def refuse_misfit(model: Any, folder: Path) -> None:
         raise SetupError(f"the checkpoint {folder} cannot be resumed: {error}") from error
 
 
-def refuse(
-    folder: Path, missing: Iterable[str] = (), unexpected: Iterable[str] = (), reshaped: Iterable[str] = ()
-) -> None:
+def refuse(folder: Path, missing: Iterable[str] = (), unexpected: Iterable[str] = (), reshaped: Iterable[str] = ()) -> None:
     """Raise SetupError if any of these weights of a checkpoint do not fit the model."""
     parts = [
         f"{what}: {', '.join(sorted(names)[:NAMED])}{f', … ({len(names)} in all)' if len(names) > NAMED else ''}"
@@ -114,8 +112,7 @@ def _refuse_adapter(model: Any, folder: Path, adapter: str) -> None:
     try:
         result = set_peft_model_state_dict(model, weights, adapter_name=adapter)
     except (KeyError, ValueError, RuntimeError) as error:
-        missing, unexpected = own.keys() - stored.keys(), stored.keys() - own.keys()
-        refuse(folder, missing, unexpected)
+        refuse(folder, own.keys() - stored.keys(), stored.keys() - own.keys())
         raise SetupError(f"the weights in {folder} do not fit the model: {error}") from error
     parameters = {name for name, _ in model.named_parameters()}
     part = re.compile(rf"\.{re.escape(adapter)}(\.|$)")

@@ -34,7 +34,7 @@ from ..config import ConfigError, GNMRConfig, SetupError
 from ..control.controller import Decision, Trigger
 from ..trace.metrics import step_scalars
 from .census import census_lines, take_census, trace_header
-from .checks import one_process_of_several, refuse_unreduced_gradients, scaler_missing
+from .checks import one_process_of_several, refuse_trace_place, refuse_unreduced_gradients, scaler_missing
 from .distributed import is_distributed
 from .gradients import GradientNorms, Reading
 from .journal import TRACE_FILE, Journal, OddWindows, say, say_not_finite, say_out_of_reach, write_summary
@@ -90,6 +90,8 @@ class GNMRSession:
             raise ConfigError(
                 f"gradient_accumulation_steps={gradient_accumulation_steps!r}: expected a whole number above 0"
             )
+        if self.trace is not None:
+            refuse_trace_place(self.trace, "output_dir", named=False)
         self.main_process = not is_distributed() or torch.distributed.get_rank() == 0
         self.decision: Decision | None = None
         """The latest decision; None before the first step."""
@@ -247,7 +249,7 @@ class GNMRSession:
             )
         self.detach()
         if journal is not None:
-            self.summary = write_summary(journal.path, self.steps_done)
+            self.summary = write_summary(journal.path, self.steps_done, journal.summary)
         return self.summary
 
     def detach(self) -> None:

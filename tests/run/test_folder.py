@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -137,7 +138,7 @@ def test_the_earlier_checkpoint_is_taken_and_reported(tmp_path):
         write_checkpoint(tmp_path, step)
     for step, name in ((4, "optimizer.pt"), (6, "adapter_model.safetensors")):
         (tmp_path / f"checkpoint-{step}" / name).write_bytes(b"")
-    with pytest.warns(UserWarning) as caught:
+    with warnings.catch_warnings(record=True) as caught:
         assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
     (text,) = [str(warning.message) for warning in caught]
     assert "checkpoint-6 is not complete" in text and "checkpoint-4 is not complete" in text
@@ -217,7 +218,9 @@ def test_resume_takes_the_last_whole_checkpoint(recipe_file, tmp_path):
     (run / "checkpoint-8").mkdir()
     (run / "checkpoint-8" / "trainer_state.json").write_text('{"glob')
     with pytest.warns(UserWarning, match=r"checkpoint-4 is used"):
-        assert OutputFolder(load_recipe(recipe_file, saving)).checkpoint.name == "checkpoint-4"
+        folder = OutputFolder(load_recipe(recipe_file, saving))
+    assert folder.checkpoint.name == "checkpoint-4"
+    with pytest.warns(UserWarning, match=r"checkpoint-4 is used"):
         assert main([recipe_file, *saving]) == 0
     resumed, whole = read_trace(run / "trace.jsonl").steps, read_trace(tmp_path / "straight" / "trace.jsonl").steps
     keys = ("step", "loss", "norms", "gnmr", "delta_gnmr", "active", "triggered")
@@ -328,7 +331,12 @@ def test_resume_refuses_an_adapter_that_does_not_fit(saved, recipe_file, capsys,
     before = files_of(run)
     assert main([recipe_file, "run.resume=auto", *SAVING]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: the weights in") and "do not fit the model" in error and message in error and "lora_" in error
+    assert (
+        error.startswith("error: the weights in")
+        and "do not fit the model" in error
+        and message in error
+        and "lora_" in error
+    )
     assert files_of(run) == before
 
 

@@ -41,7 +41,10 @@ def adapted(tiny):
         (lambda t: t.pop(FIRST), "missing: .*layers.0.mlp.down_proj.lora_A"),
         (lambda t: t.update({FIRST.replace("0", "8"): t[FIRST].clone()}), "unexpected: .*layers.8.mlp.down_proj.lora_A"),
         (rename, "missing: .*down_proj.lora_A.*; unexpected: .*other_proj.lora_A"),
-        (lambda t: t.update({FIRST: torch.ones(1, 128)}), r"of another shape: .*lora_A.weight \(\[1, 128\] instead of \[4, 128\]"),
+        (
+            lambda t: t.update({FIRST: torch.ones(1, 128)}),
+            r"of another shape: .*lora_A.weight \(\[1, 128\] instead of \[4, 128\]",
+        ),
     ],
     ids=["missing", "unexpected", "renamed", "shape"],
 )
@@ -174,5 +177,3 @@ def test_a_checkpoint_of_the_same_name_from_another_run_is_not_taken_for_the_res
     trainer.train(resume_from_checkpoint=str(other / "checkpoint-2"))
     assert "NOT CHECKED whether the checkpoint's weights fit" in capsys.readouterr().out
     assert [line["step"] for line in trace_lines(saved)[1]] == [1, 2, 3, 4]
-
-
