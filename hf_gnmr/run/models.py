@@ -52,9 +52,7 @@ def check_depth(source: str, section: ModelSection, gnmr: GNMRConfig | None, lor
         config = AutoConfig.from_pretrained(source, revision=section.revision, trust_remote_code=section.trust_remote_code)
     except (OSError, ValueError) as error:
         raise RecipeError(f"model.name={section.name!r}: its configuration cannot be loaded: {error}") from error
-    for key, value in (section.architecture or {}).items():
-        if key != "dtype" and getattr(config, key, value) != value:
-            raise RecipeError(f"model.architecture.{key}={value!r}: {section.name} has {getattr(config, key)!r}")
+    check_architecture(section, config)
     depth = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
     if depth is None:
         return
@@ -64,6 +62,17 @@ def check_depth(source: str, section: ModelSection, gnmr: GNMRConfig | None, lor
     beyond = [layer for layer in layers or [] if not 0 <= layer < depth]
     if beyond and lora is not None:
         raise RecipeError(f"lora.layers_to_transform={lora.layers_to_transform}: expected layers from 0 to {depth - 1}")
+
+
+def check_architecture(section: ModelSection, config: Any) -> None:
+    """Compare the recipe's architecture, if it states one, with the model's own configuration.
+
+    Raises:
+        RecipeError: another value.
+    """
+    for key, value in (section.architecture or {}).items():
+        if key != "dtype" and getattr(config, key, value) != value:
+            raise RecipeError(f"model.architecture.{key}={value!r}: {section.name} has {getattr(config, key)!r}")
 
 
 def build_from_scratch(section: ModelSection, seed: int) -> Any:

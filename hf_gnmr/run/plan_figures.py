@@ -25,7 +25,7 @@ from ..backends.units import FINDERS, Unit, find_units, in_adapter
 from ..control.triggers import make_trigger
 from ..trace.lifted import resolve_trigger_options
 from ..training.options import DEFAULT_BACKEND, Options, within_budget
-from .models import BUILTIN, architecture_config, lora_config
+from .models import BUILTIN, architecture_config, check_architecture, lora_config
 from .recipe import SCRATCH
 from .sections import Recipe, RecipeError
 
@@ -165,8 +165,6 @@ def architecture(recipe: Recipe) -> tuple[Any, str]:
 
         return base_config(), "built in"
     folder = Path(section.name).expanduser()
-    if section.architecture is not None and not folder.is_dir():
-        return architecture_config(section), f"the recipe's own, of {section.name}"
     try:
         config = AutoConfig.from_pretrained(
             folder if folder.is_dir() else section.name,
@@ -174,10 +172,14 @@ def architecture(recipe: Recipe) -> tuple[Any, str]:
             trust_remote_code=section.trust_remote_code,
         )
     except (OSError, ValueError) as error:
+        if section.architecture is not None and not folder.is_dir():
+            stated = f"as the recipe states it for {section.name}, whose own configuration is not available here"
+            return architecture_config(section), stated
         raise RecipeError(
             f"model.name={section.name!r}: its configuration cannot be loaded ({error}), and the recipe has no "
-            "model.architecture to use instead"
+            "model.architecture to use instead (that of another model does not count)"
         ) from error
+    check_architecture(section, config)
     return config, section.name
 
 

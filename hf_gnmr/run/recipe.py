@@ -2,7 +2,7 @@
 
 A recipe has the sections below.  `training` takes the fields of transformers' `TrainingArguments` and `gnmr` those of
 `GNMRConfig`, by their own names.  A recipe may extend another (`extends:`), and overrides apply on top of both; either may
-name another backend, which removes the old one's options.  Every value is converted to the type of its field (``2e-5`` is a
+name another backend, which removes the old one's options, or another model, which removes what describes the old one.  Every value is converted to the type of its field (``2e-5`` is a
 number here, although YAML 1.1 reads it as text) or refused, naming key, value and what is expected; unknown keys are refused
 with the nearest known one.
 """
@@ -48,6 +48,11 @@ SECTIONS: dict[str, type] = {
 }
 
 SCRATCH = "scratch"
+OF_A_MODEL = {"architecture", "revision", "tokenizer", "layers", "trust_remote_code"}
+"""Keys of the section `model` that describe the model of that name, and do not outlive it where another one is named: its
+dimensions, its branch, the pattern of its layers, and trust in its author."""
+OF_SCRATCH = {"architecture", "tokenizer"}
+"""Of these, what a model built from scratch takes from the recipe that it is based on."""
 
 
 def find_recipe(name: str) -> Path:
@@ -94,6 +99,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | tuple[str, 
             changes.setdefault(section, {})[name] = yaml.load(text, Loader=Yaml12)  # noqa: S506 (a SafeLoader)
         except yaml.YAMLError as error:
             raise RecipeError(f"override {override!r}: the value is not valid YAML ({error})") from error
+    _drop_recovery_source(raw, changes)
     for section, values in changes.items():
         raw[section] = _over(section, raw.get(section, {}), values)
     training = check_training(raw.get("training", {}))
@@ -132,6 +138,7 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
         if path.resolve() in below:
             raise RecipeError(f"{path} extends itself, through {', '.join(p.name for p in below)}")
         base = _read(path.parent / extended, (*below, path.resolve()))
+    _drop_recovery_source(base, raw)
     for section, values in raw.items():
         check_known(section, [*SECTIONS, "extends"], "section")
         if values is None:
@@ -147,7 +154,11 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _over(section: str, below: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """`values` on top of those below; if they name another backend, options that it does not have are removed."""
+    """`values` on top of those below; if they name another backend, options that it does not have are removed, and if they
+    name another model, what describes the old one."""
+    if section == "model" and _names_another(below, values):
+        of_old = OF_A_MODEL if values["name"] != SCRATCH else OF_A_MODEL - OF_SCRATCH
+        below = {key: value for key, value in below.items() if key not in of_old}
     if section == "backend" and "name" in values and values["name"] != below.get("name", DEFAULT_BACKEND):
         backend = BACKENDS.get(str(values["name"]))
         own = {} if backend is None else backend.Options.defaults()
@@ -155,6 +166,19 @@ def _over(section: str, below: dict[str, Any], values: dict[str, Any]) -> dict[s
         if backend is None or below.get("unit") not in backend.unit_kinds:
             below.pop("unit", None)
     return {**below, **values}
+
+
+def _names_another(below: Any, values: Any) -> bool:
+    """Whether the section `model` in `values` names another model than the one below."""
+    if not isinstance(below, dict) or not isinstance(values, dict) or below.get("name") is None:
+        return False
+    return values.get("name", below["name"]) != below["name"]
+
+
+def _drop_recovery_source(below: dict[str, Any], above: Mapping[str, Any]) -> None:
+    """Remove the place of the old model's original weights, where `above` names another model."""
+    if _names_another(below.get("model"), above.get("model")) and isinstance(below.get("backend"), dict):
+        below["backend"] = {key: value for key, value in below["backend"].items() if key != "recovery_source"}
 
 
 def _fits_together(recipe: Recipe) -> None:
