@@ -230,12 +230,29 @@ def _cell(result: Result, metric: str) -> dict[str, Any]:
         "lm_eval": result["lm_eval"],
         "files": key["files"],
         "dtype": key["dtype"],
+        "scoring": scoring_of(result),
         "settings": {
             name: value
             for name, value in settings
             if name in ("block", "stride", "chat_template", "max_gen_tokens") and value
         },
     }
+
+
+def scoring_of(result: Result) -> dict[str, Any]:
+    """How a result's items were scored: rows per batch, and the dtype of the log-softmax, where they are known.
+
+    Results without them in their key took the log-softmax in the model's dtype (not those by token, which always took it
+    in float32), and recorded the batch beside the key.
+    """
+    key = result["key"]
+    if "block" in key:
+        return {"softmax": "float32"}
+    batch = key.get("batch_size", result.get("batch_size"))
+    scoring = {} if batch is None else {"batch": batch}
+    if "max_gen_tokens" not in key:  # answers are generated, not scored
+        scoring["softmax"] = key.get("softmax_dtype", key["dtype"])
+    return scoring
 
 
 def difference(result: Result, reference: Result, metric: str) -> dict[str, Any] | None:

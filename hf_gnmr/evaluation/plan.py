@@ -19,6 +19,10 @@ from .tasks import Request
 from .tokens import block_of
 
 
+SOFTMAX_DTYPE = "float32"
+"""Of the log-softmax over the logits. Results without it in their key were computed in the model's own dtype."""
+
+
 @dataclass(frozen=True)
 class Pending:
     """A task that is still to evaluate."""
@@ -85,9 +89,12 @@ def settings_of(request: Request, options: argparse.Namespace) -> dict[str, Any]
         "lm_eval": version_of("lm_eval"),
     }
     # Every task of lm-eval is run with the template or without, and so its key says which, also where prompts are empty.
-    names = ["chat_template"] if task.by_lm_eval else ["block", "stride"]
+    # The batch decides which rows an 8-bit product sees together, and how BF16 products are split.
+    names = ["chat_template", "batch_size"] if task.by_lm_eval else ["block", "stride"]
     names += [name for name in ("shots", "max_gen_tokens") if task.takes(name)]
-    return settings | {name: getattr(options, name) for name in names}
+    # Scores by token have always been computed in float32.
+    softmax = {"softmax_dtype": SOFTMAX_DTYPE} if task.by_lm_eval and not task.generates else {}
+    return settings | {name: getattr(options, name) for name in names} | softmax
 
 
 def _key_in(file: Path) -> dict[str, Any] | None:

@@ -32,7 +32,9 @@ def base(tmp_path):
 
 
 def by_override(base, changes):
-    return load_recipe(base, [f"{section}.{key}={value}" for section, keys in changes.items() for key, value in keys.items()])
+    return load_recipe(
+        base, [f"{section}.{key}={value}" for section, keys in changes.items() for key, value in keys.items()]
+    )
 
 
 def by_extends(base, changes):
@@ -77,7 +79,9 @@ def test_the_same_model_keeps_them(base, change, changes):
 
 
 def test_a_model_from_scratch_is_built_from_the_architecture_below(tmp_path):
-    (tmp_path / "child.yaml").write_text(yaml.safe_dump({"extends": "base.yaml", "lora": False, "backend": {"name": "none"}}))
+    (tmp_path / "child.yaml").write_text(
+        yaml.safe_dump({"extends": "base.yaml", "lora": False, "backend": {"name": "none"}})
+    )
     model = {**OLD, "tokenizer": None}
     (tmp_path / "base.yaml").write_text(yaml.safe_dump({"model": model, "data": {"name": "builtin"}}))
     recipe = load_recipe(tmp_path / "child.yaml", ["model.name=scratch", "model.tokenizer=bytes"])
