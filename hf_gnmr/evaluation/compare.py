@@ -69,7 +69,7 @@ def write(folders: list[Path], against: str | None, output: Path | None, shown: 
         FileError: a result that cannot be read.
     """
     if output is not None:
-        _check_output(output)
+        check_output(output)
     table = compare(folders, against, shown)
     text = markdown(table)
     print(text, flush=True)
@@ -88,7 +88,7 @@ def write(folders: list[Path], against: str | None, output: Path | None, shown: 
     write_text(output / "compare.csv", as_csv(table))
 
 
-def _check_output(output: Path) -> None:
+def check_output(output: Path) -> None:
     """Refuse a folder that cannot hold a table, or holds other files under its names.
 
     Raises:

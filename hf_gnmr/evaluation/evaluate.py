@@ -21,7 +21,7 @@ from ..backends.bnb.int8 import cast_notes_silenced
 from ..config import ConfigError, SetupError
 from ..files import FileError, free_name, write_json
 from ..run.environment import machine
-from .compare import write
+from .compare import check_output, write
 from .data import BUILTIN, check_shots, splits_of
 from .harness import harness_tasks, run_task
 from .models import adapter_effect, build
@@ -38,6 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         requests, subjects = _checked(options)
+        if options.output is not None:
+            check_output(Path(options.output))
         plans = [plan_of(subject, requests, options) for subject in subjects]
         for plan in plans:
             evaluate(plan, options)

@@ -13,9 +13,9 @@ import torch
 
 from ..config import ConfigError
 from .data import splits_of
+from .plan import SOFTMAX_DTYPE
 from .rows import Splits
 from .scores import figure, standard_error
-from .plan import SOFTMAX_DTYPE
 from .tasks import Request, Subjects
 from .tokens import score_by_token
 

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ..config import ConfigError
-from ..files import FileError, free_name, read_json
+from ..files import FileError, free_name, read_json, regular
 from ..run.models import load_tokenizer, model_source
 from .data import fingerprint
 from .subjects import Subject, folder_for, identity_of, short_hash
 from .tasks import Request
 from .tokens import block_of
-
 
 SOFTMAX_DTYPE = "float32"
 """Of the log-softmax over the logits. Results without it in their key were computed in the model's own dtype."""
@@ -51,6 +50,7 @@ def plan_of(subject: Subject, requests: list[Request], options: argparse.Namespa
     Raises:
         ConfigError: a precision that the run does not have, a model or an option that cannot be used, or results of
             another model in the folder.
+        FileError: something other than a regular file in a result's place.
     """
     precision = options.precision or subject.precision
     if precision == "final" and subject.recipe is None:
@@ -66,6 +66,7 @@ def plan_of(subject: Subject, requests: list[Request], options: argparse.Namespa
     for request in requests:
         key = {**identity, "precision": precision, **settings_of(request, options)}
         file = folder / precision / f"{request.label.replace(':', '-')}.json"
+        regular(file)
         if _exists(file, key):
             print(f"{subject.label}, {precision}, {request.label}: already evaluated ({file})", flush=True)
             continue

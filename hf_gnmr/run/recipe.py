@@ -2,9 +2,9 @@
 
 A recipe has the sections below.  `training` takes the fields of transformers' `TrainingArguments` and `gnmr` those of
 `GNMRConfig`, by their own names.  A recipe may extend another (`extends:`), and overrides apply on top of both; either may
-name another backend, which removes the old one's options, or another model, which removes what describes the old one.  Every value is converted to the type of its field (``2e-5`` is a
-number here, although YAML 1.1 reads it as text) or refused, naming key, value and what is expected; unknown keys are refused
-with the nearest known one.
+name another backend, which removes the old one's options, or another model, which removes what describes the old one.  Every
+value is converted to the type of its field (``2e-5`` is a number here, although YAML 1.1 reads it as text) or refused,
+naming key, value and what is expected; unknown keys are refused with the nearest known one.
 """
 
 from __future__ import annotations

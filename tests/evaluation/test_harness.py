@@ -74,7 +74,7 @@ def test_batch_sizes_agree(runs, run, precision, capsys):
 
 
 def test_choices_that_bf16_cannot_tell_apart_are_not_decided_by_order(tmp_path):
-    """Two continuations of one token, whose logits differ by less than BF16 resolves once their common part is subtracted."""
+    """Two continuations of one token, whose log-probabilities differ by less than BF16 resolves."""
     from lm_eval.api.instance import Instance
 
     class Fixed(nn.Module):
