@@ -33,6 +33,7 @@ from results import add_save_option, command_line, save_result
 from hf_gnmr import GNMRConfig
 from hf_gnmr.control.gnmr import Controller
 from hf_gnmr.control.monitor import Bools
+from hf_gnmr.files import write_text
 from hf_gnmr.run.environment import machine
 from hf_gnmr.training.gradients import GradientNorms, Reading
 
@@ -60,9 +61,9 @@ def main() -> None:
         print(f"{part} ...", flush=True)
         parts[part] = PARTS[part](options)
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "cost.json").write_text(json.dumps({**about, **parts}, indent=2) + "\n", encoding="utf-8")
+    write_text(options.out / "cost.json", json.dumps({**about, **parts}, indent=2) + "\n")
     text = table(parts)
-    (options.out / "cost.md").write_text(text + "\n", encoding="utf-8")
+    write_text(options.out / "cost.md", text + "\n")
     print(text)
     if options.save:
         save_result(options.save, bench="cost", command=command_line(), seed=options.seed, payload=parts)

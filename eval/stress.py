@@ -37,6 +37,7 @@ from step_times import step_times
 from stress_tables import rows_of, table
 
 from hf_gnmr.config import ConfigError
+from hf_gnmr.files import write_text
 from hf_gnmr.run.plan_figures import architecture, base_on_meta, options_of, seats_on_meta
 from hf_gnmr.run.recipe import SCRATCH, find_recipe, load_recipe
 from hf_gnmr.terminal import error_line
@@ -68,8 +69,8 @@ def main() -> int:
     payload: dict[str, Any] = {**grid, "jobs": len(jobs), "timed_format": formats[0], "timed_rounds": options.times}
     text = table(payload)
     study.out.mkdir(parents=True, exist_ok=True)
-    (study.out / "stress.md").write_text(text + "\n", encoding="utf-8")
-    (study.out / "stress.json").write_text(json.dumps(grid, indent=1), encoding="utf-8")
+    write_text(study.out / "stress.md", text + "\n")
+    write_text(study.out / "stress.json", json.dumps(grid, indent=1))
     print(text)
     if options.save:
         save_result(options.save, bench="stress", command=command_line(), seed=options.seeds, payload=payload)

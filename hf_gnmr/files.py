@@ -1,4 +1,4 @@
-"""Small files: written atomically, read within the limits of `reading`.
+"""Small files: written atomically, never over anything but a regular file, read within the limits of `reading`.
 
 JSON has no inf and no nan, so values that are not finite are written as the strings "inf", "-inf" and "nan".
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +36,100 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file (UTF-8) atomically."""
-    file = Path(path)
+    """Write a text file (UTF-8) atomically.
+
+    Raises:
+        FileError: `path` leads to something other than a regular file.
+    """
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write a file atomically; behind a symbolic link, the file that it points to.
+
+    Raises:
+        FileError: `path` leads to something other than a regular file.
+    """
+    file = regular(path)
     partial = partial_name(file)
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, file)
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def regular(path: str | os.PathLike[str]) -> Path:
+    """The regular file, or the free place, that a path leads to once its symbolic links are followed.
+
+    Raises:
+        FileError: a folder, device (``/dev/null``), FIFO or socket, none of which may be renamed or replaced.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return Path(os.path.realpath(path))
+    except OSError as error:  # a loop of links, or a file where a folder is expected
+        raise FileError(f"{path}: {error.strerror}") from error
+    if not stat.S_ISREG(mode):
+        kind = next((name for is_kind, name in KINDS.items() if is_kind(mode)), "not a regular file")
+        raise FileError(f"{path} is {kind}: expected a file name")
+    return Path(os.path.realpath(path))
+
+
+KINDS: dict[Callable[[int], bool], str] = {
+    stat.S_ISDIR: "a folder",
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a device",
+    stat.S_ISFIFO: "a pipe",
+    stat.S_ISSOCK: "a socket",
+}
+"""What may be in the place of a file."""
+
+
+def replaceable(path: str | os.PathLike[str], ours: Callable[[bytes], bool], what: str) -> None:
+    """Refuse to replace a file that is not ours.
+
+    Args:
+        path: where a file is to be written.
+        ours: whether a file that begins with these bytes (up to `BEGINNING`) is of the kind that is written.
+        what: that kind, in words.
+
+    Raises:
+        FileError: any other existing file, an empty one included, or something other than a regular file.
+    """
+    file = regular(path)
+    if not file.exists():
+        return
+    try:
+        with file.open("rb") as stream:
+            beginning = stream.read(BEGINNING)
+    except OSError as error:
+        raise FileError(f"{path} exists and cannot be read: {error.strerror}") from error
+    if not ours(beginning):
+        raise FileError(f"{path} exists and is not {what}: name another file, or remove it first")
+
+
+BEGINNING = 1024
+"""Bytes by which a file's kind is recognised."""
 
 
 def free_name(path: Path) -> Path:
     """The first of ``trace.1.jsonl``, ``trace.2.jsonl``, … that does not exist."""
+    return numbered(path, free_number(path))
+
+
+def numbered(path: Path, number: int) -> Path:
+    """``trace.3.jsonl`` for ``trace.jsonl`` and 3."""
+    return path.with_name(f"{path.stem}.{number}{path.suffix}")
+
+
+def free_number(*paths: Path) -> int:
+    """The first number under which none of these files has been set aside: files that belong together keep one number."""
     number = 1
-    while (candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+    while any(os.path.lexists(numbered(path, number)) for path in paths):
         number += 1
-    return candidate
+    return number
 
 
 def partial_name(path: Path) -> Path:

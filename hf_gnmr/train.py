@@ -24,7 +24,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from .backends import BACKENDS
 from .backends.bf16_cpu import float32_kernels
 from .config import ConfigError, SetupError
-from .files import FileError, free_name, write_json
+from .files import FileError, free_number, numbered, regular, write_json
 from .run.architecture import check_folder
 from .run.emulated import kernels, same_on_all_ranks
 from .run.environment import environment, environment_in_words, peak_memory
@@ -73,8 +73,11 @@ def train(recipe: Recipe) -> dict[str, Any]:
     start = check(recipe)
     if start is None:
         return {}
-    with float32_kernels(start.float32_kernels):
-        return _train(start)
+    try:
+        with float32_kernels(start.float32_kernels):
+            return _train(start)
+    finally:
+        start.folder.release()
 
 
 def _train(start: Start) -> dict[str, Any]:
@@ -147,6 +150,8 @@ def check(recipe: Recipe) -> Start | None:
     trace = getattr(recipe.trigger.options, "trace", None)
     if trace is not None:
         LiftedRecord(trace).promotion_ratio()  # an unusable trace is refused here, before the model is loaded
+    if process.is_main_process:
+        folder.lock()
     return Start(recipe, arguments, callback, process, folder, say, emulated, finished_at)
 
 
@@ -191,9 +196,11 @@ class Record(TrainerCallback):
             return
         folder = Path(args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ("recipe.yaml", "environment.json"):
-            if (folder / name).exists():  # from the run that is resumed
-                os.replace(folder / name, free_name(folder / name))
+        earlier = [folder / name for name in ("recipe.yaml", "environment.json")]
+        number = free_number(*earlier)
+        for file in earlier:
+            if regular(file).exists():  # from the run that is resumed
+                os.replace(file, numbered(file, number))
         write_script(folder / "recipe.yaml", self.recipe.to_yaml())
         write_json(folder / "environment.json", environment(args, self.data))
 

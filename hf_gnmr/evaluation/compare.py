@@ -18,17 +18,23 @@ from typing import Any
 import numpy as np
 
 from ..config import ConfigError
-from ..files import FileError, free_name, read_json, write_json, write_text
+from ..files import FileError, free_number, numbered, read_json, replaceable, write_json, write_text
 from ..terminal import clean, cleaned, error_line
 from .scores import figure, standard_error
 from .subjects import EVAL_FOLDER, PRECISIONS, folder_for, resolve
-from .table import as_csv, markdown
+from .table import CSV_COLUMNS, as_csv, markdown
 
 DRAWS = 10_000
 DRAWS_AT_ONCE = 100
 """All at once would take gigabytes for MMLU."""
 LEAST = 10
 """With fewer items no difference is judged."""
+OURS = {
+    "compare.md": (b"| method |", b"**SMOKE"),
+    "compare.json": (b'{\n  "reference":',),
+    "compare.csv": (",".join(CSV_COLUMNS[:4]).encode(),),
+}
+"""The table's files, and how they begin, in every version."""
 Result = dict[str, Any]
 """One result file."""
 Rows = dict[str, list[Result]]
@@ -64,6 +70,8 @@ def write(folders: list[Path], against: str | None, output: Path | None, shown: 
         ConfigError: no results, or no row of the name `against`.
         FileError: a result that cannot be read.
     """
+    if output is not None:
+        check_output(output)
     table = compare(folders, against, shown)
     text = clean(markdown(table))
     print(text, flush=True)
@@ -72,12 +80,29 @@ def write(folders: list[Path], against: str | None, output: Path | None, shown: 
     output.mkdir(parents=True, exist_ok=True)
     earlier = output / "compare.json"
     if earlier.is_file() and read_json(earlier).get("rows", {}).keys() != table["rows"].keys():
-        for name in ("compare.md", "compare.json", "compare.csv"):
-            if (output / name).is_file():
-                os.replace(output / name, free_name(output / name))
+        files = [output / name for name in OURS]
+        number = free_number(*files)
+        for file in files:
+            if file.is_file():
+                os.replace(file, numbered(file, number))
     write_text(output / "compare.md", text + "\n")
     write_json(output / "compare.json", table)
     write_text(output / "compare.csv", as_csv(table))
+
+
+def check_output(output: Path) -> None:
+    """Refuse a folder that cannot hold a table, or holds other files under its names.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"--output {output}: not a folder")
+    for name, beginnings in OURS.items():
+        try:
+            replaceable(output / name, lambda text, known=beginnings: text.startswith(known), "a table of hf-gnmr compare")  # type: ignore[misc]
+        except FileError as error:
+            raise ConfigError(f"--output {error}") from error
 
 
 def load_results(folder: Path) -> dict[str, list[Result]]:
@@ -207,12 +232,29 @@ def _cell(result: Result, metric: str) -> dict[str, Any]:
         "lm_eval": result["lm_eval"],
         "files": key["files"],
         "dtype": key["dtype"],
+        "scoring": scoring_of(result),
         "settings": {
             name: value
             for name, value in settings
             if name in ("block", "stride", "chat_template", "max_gen_tokens") and value
         },
     }
+
+
+def scoring_of(result: Result) -> dict[str, Any]:
+    """How a result's items were scored: rows per batch, and the dtype of the log-softmax, where they are known.
+
+    Results without them in their key took the log-softmax in the model's dtype (not those by token, which always took it
+    in float32), and recorded the batch beside the key.
+    """
+    key = result["key"]
+    if "block" in key:
+        return {"softmax": "float32"}
+    batch = key.get("batch_size", result.get("batch_size"))
+    scoring = {} if batch is None else {"batch": batch}
+    if "max_gen_tokens" not in key:  # answers are generated, not scored
+        scoring["softmax"] = key.get("softmax_dtype", key["dtype"])
+    return scoring
 
 
 def difference(result: Result, reference: Result, metric: str) -> dict[str, Any] | None:

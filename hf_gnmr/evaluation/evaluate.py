@@ -23,7 +23,7 @@ from ..config import ConfigError, SetupError
 from ..files import FileError, free_name, write_json
 from ..run.environment import machine
 from ..terminal import cleaned, error_line
-from .compare import write
+from .compare import check_output, write
 from .data import BUILTIN, check_shots, splits_of
 from .harness import harness_tasks, run_task
 from .models import adapter_effect, build
@@ -41,6 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         requests, subjects = _checked(options)
+        if options.output is not None:
+            check_output(Path(options.output))
         plans = [plan_of(subject, requests, options) for subject in subjects]
         emulated, line = choose(options.bf16_products, "cuda" if torch.cuda.is_available() else "cpu")
         if emulated:

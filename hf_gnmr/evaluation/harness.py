@@ -13,6 +13,7 @@ import torch
 
 from ..config import ConfigError
 from .data import splits_of
+from .plan import SOFTMAX_DTYPE
 from .rows import Splits, of_equal_types
 from .scores import figure, standard_error
 from .tasks import Request, Subjects
@@ -105,6 +106,23 @@ def _as_dataset(splits: Splits, fields: tuple[str, ...]) -> Callable[..., Any]:
     return lambda **ignored: datasets
 
 
+def language_model(model: Any, tokenizer: Any, options: argparse.Namespace, autocast: torch.dtype | None) -> Any:
+    """The model as lm-eval takes it; arguments as for `run_task`.
+
+    The log-softmax is taken in float32: in the logits' own BF16, log-likelihoods would be rounded to steps of up to 1, and
+    ties decided by the order of the choices.
+    """
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(
+        pretrained=model,
+        tokenizer=tokenizer,
+        batch_size=options.batch_size,
+        softmax_dtype=SOFTMAX_DTYPE,
+        mixed_precision_dtype=autocast,
+    )
+
+
 def run_task(
     model: Any,
     tokenizer: Any,
@@ -131,9 +149,8 @@ def run_task(
         with torch.autocast(model.device.type, dtype=autocast, enabled=autocast is not None):
             return score_by_token(model, tokenizer, request, options)
     from lm_eval import evaluator
-    from lm_eval.models.huggingface import HFLM
 
-    lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=options.batch_size, mixed_precision_dtype=autocast)
+    lm = language_model(model, tokenizer, options, autocast)
     output = evaluator.simple_evaluate(
         model=lm,
         tasks=list(tasks.values()),

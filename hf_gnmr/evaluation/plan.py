@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import ConfigError
-from ..files import FileError, free_name, read_json
+from ..files import FileError, free_name, read_json, regular
 from ..run.architecture import load_config
 from ..run.models import load_tokenizer, model_source
 from ..terminal import shown
@@ -20,6 +20,9 @@ from .data import fingerprint
 from .subjects import Subject, folder_for, identity_of, short_hash
 from .tasks import Request
 from .tokens import block_of
+
+SOFTMAX_DTYPE = "float32"
+"""Of the log-softmax over the logits. Results without it in their key were computed in the model's own dtype."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ def plan_of(subject: Subject, requests: list[Request], options: argparse.Namespa
     Raises:
         ConfigError: a precision that the run does not have, a model or an option that cannot be used, or results of
             another model in the folder.
+        FileError: something other than a regular file in a result's place.
     """
     precision = options.precision or subject.precision
     if precision == "final" and subject.recipe is None:
@@ -65,6 +69,7 @@ def plan_of(subject: Subject, requests: list[Request], options: argparse.Namespa
     for request in requests:
         key = {**identity, "precision": precision, **settings_of(request, options)}
         file = folder / precision / f"{request.label.replace(':', '-')}.json"
+        regular(file)
         if _exists(file, key):
             print(f"{subject.label}, {precision}, {request.label}: already evaluated ({file})", flush=True)
             continue
@@ -88,9 +93,12 @@ def settings_of(request: Request, options: argparse.Namespace) -> dict[str, Any]
         "lm_eval": version_of("lm_eval"),
     }
     # Every task of lm-eval is run with the template or without, and so its key says which, also where prompts are empty.
-    names = ["chat_template"] if task.by_lm_eval else ["block", "stride"]
+    # The batch decides which rows an 8-bit product sees together, and how BF16 products are split.
+    names = ["chat_template", "batch_size"] if task.by_lm_eval else ["block", "stride"]
     names += [name for name in ("shots", "max_gen_tokens") if task.takes(name)]
-    return settings | {name: getattr(options, name) for name in names}
+    # Scores by token have always been computed in float32.
+    softmax = {"softmax_dtype": SOFTMAX_DTYPE} if task.by_lm_eval and not task.generates else {}
+    return settings | {name: getattr(options, name) for name in names} | softmax
 
 
 def _key_in(file: Path) -> dict[str, Any] | None:

@@ -151,7 +151,7 @@ def _of_run(
         raise ConfigError(f"{run}: no {ADAPTER} in it: the run is not finished")
     if not (folder / ADAPTER_CONFIG).is_file():
         raise ConfigError(f"{run}: {ADAPTER} without {ADAPTER_CONFIG}")
-    section = recipe.model if base is None else replace(recipe.model, name=base)
+    section = recipe.model if base is None else replace(recipe.model, name=base, revision=None, architecture=None)
     if base is not None:
         print(f"{run}: trained over {recipe.model.name}, and put over {base}", flush=True)
     return Subject(run, section, folder, BACKENDS[recipe.backend.name].quantised_base, recipe, checkpoint=checkpoint)

@@ -30,6 +30,8 @@ CSV_COLUMNS = (
     "items",
     "within_noise",
     "lm_eval",
+    "batch_size",
+    "softmax_dtype",
 )
 
 
@@ -75,7 +77,17 @@ def _column_note(table: Table, column: str) -> str:
     """What the rows of a column were evaluated on; more than one description: they are not comparable."""
     cells = [cells[column] for cells in table["rows"].values() if column in cells]
     conditions = dict.fromkeys(_conditions(cell) for cell in cells)
-    return f"{column}: {'; '.join(conditions)}." + (" NOT THE SAME ITEMS in all rows." if len(conditions) > 1 else "")
+    scoring = dict.fromkeys(_scoring(cell) for cell in cells)
+    return (
+        f"{column}: {'; '.join(conditions)}; {' or '.join(scoring)}."
+        + (" NOT THE SAME ITEMS in all rows." if len(conditions) > 1 else "")
+        + (" NOT SCORED IN THE SAME WAY in all rows." if len(scoring) > 1 else "")
+    )
+
+
+def _scoring(cell: Cell) -> str:
+    """Rows per batch, and the dtype of the log-softmax: results that differ in them differ by rounding too."""
+    return ", ".join(f"{name} {value}" for name, value in cell["scoring"].items())
 
 
 def _conditions(cell: Cell) -> str:
@@ -133,6 +145,7 @@ def as_csv(table: Table) -> str:
                     cell["dtype"],
                     *(difference.get(field) for field in ("value", "low", "high", "items", "within_noise")),
                     cell["lm_eval"],
+                    *(cell["scoring"].get(field) for field in ("batch", "softmax")),
                 ]
             )
     return out.getvalue()

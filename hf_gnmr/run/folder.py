@@ -13,9 +13,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from ..files import regular
 from ..reading import MAX_YAML_BYTES, FileError, inside, read_json, read_utf8
 from ..terminal import shown
+from ..trace.lock import hold, release
 from ..training.journal import SUMMARY_FILE, TRACE_FILE
+from ..training.whole import CHECKPOINT, WEIGHTS, damage
 from .recipe import normalised
 from .rowfiles import local_file
 from .sections import Recipe, RecipeError
@@ -34,10 +37,6 @@ FREE_ON_RESUME = re.compile(
     r"per_device_train_batch_size|gradient_accumulation_steps)"
 )
 """Settings that a resumed run may change. Batch size and accumulation: the callback compares the rows of a step."""
-CHECKPOINT = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
-"""Files without which a run cannot be resumed exactly; the Trainer writes trainer_state.json last."""
-WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json", "adapter_model.bin")
-"""One of these holds a checkpoint's parameters."""
 
 
 class OutputFolder:
@@ -56,9 +55,12 @@ class OutputFolder:
         """The resolved recipe of the run that is resumed, as plain values; empty if there is none."""
         self.moves = False
         """Whether `claim` will move a run aside."""
+        self._lock: Path | None = None
         self._writable()
         run = recipe.run
-        files_of_a_run = self.files(FINISHED + BEGUN) + [p.name for p in self.path.glob("checkpoint-*")]
+        files_of_a_run = self.files(tuple(dict.fromkeys(FINISHED + BEGUN + WEIGHTS))) + [
+            p.name for p in self.path.glob("checkpoint-*")
+        ]
         if run.overwrite or not run.resume:
             self._check_fresh(files_of_a_run)
         else:
@@ -87,9 +89,11 @@ class OutputFolder:
                     "checkpoint to resume: give another folder, or run.overwrite=true to move it aside"
                 )
             return
-        if not is_whole(self.checkpoint):
+        broken = damage(self.checkpoint)
+        if broken is not None:
             raise RecipeError(
-                f"run.resume={str(run.resume)!r}: expected a complete checkpoint (weights, {', '.join(CHECKPOINT)})"
+                f"run.resume={str(run.resume)!r}: expected a complete checkpoint (weights, {', '.join(CHECKPOINT)}), got "
+                f"one with {broken}"
             )
         if files_of_a_run and self.checkpoint.resolve().parent != self.path.resolve():
             raise RecipeError(
@@ -127,19 +131,43 @@ class OutputFolder:
         weights = FINISHED[:1] if self.recipe.lora is not None else MODEL
         return bool(self.files(weights)) and len(self.files(FINISHED[1:])) == len(FINISHED[1:])
 
+    def lock(self) -> None:
+        """Keep other processes out of the folder until `release`, if it exists; on the process that writes, before it reads
+        data or model.
+
+        Raises:
+            SetupError: another process writes a run there.
+        """
+        if self._lock is None and self.path.is_dir():
+            self._lock = hold(self.path / TRACE_FILE)
+
+    def release(self) -> None:
+        """Let others in; may be called twice."""
+        if self._lock is not None:
+            release(self._lock)
+            self._lock = None
+
     def claim(self) -> None:
-        """Move aside a run that is to be overwritten (folder.1, folder.2, …), and create the folder."""
+        """Move aside a run that is to be overwritten (folder.1, folder.2, …), and create the folder.
+
+        Raises:
+            RecipeError: it cannot be moved.
+            SetupError: another process writes a run there.
+        """
         if self.moves:
             folder = self.path.resolve()  # a link stays, and then points to the new run's folder
             number = 1
             while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
                 number += 1
+            self.lock()
+            self.release()  # the lock's file must not move along
             try:
                 os.replace(folder, aside)
             except OSError as error:
                 raise RecipeError(f"run.overwrite=true: {folder} cannot be moved to {aside}: {error}") from error
             print(f"the run in {folder} was moved to {aside}", flush=True)
         self.path.resolve().mkdir(parents=True, exist_ok=True)
+        self.lock()
 
     def _nothing_needed_moves(self) -> None:
         """Refuse to move aside a folder that this process runs in, or that the new run reads from."""
@@ -164,6 +192,11 @@ class OutputFolder:
         existing = next(p for p in (self.path.resolve(), *self.path.resolve().parents) if p.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise RecipeError(f"training.output_dir={str(self.path)!r} cannot be written ({existing})")
+        for name in dict.fromkeys(FINISHED + BEGUN):
+            try:
+                regular(self.path / name)
+            except FileError as error:
+                raise RecipeError(f"training.output_dir={str(self.path)!r}: {error}") from error
 
     def _stored_recipe(self, stored: Path) -> dict[str, Any]:
         if not stored.is_file():
@@ -200,24 +233,23 @@ def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     `resume_from_checkpoint=True`) picks and then cannot read; this function looks at the files in it.
     """
     checkpoints = [p for p in Path(folder).glob("checkpoint-*") if re.fullmatch(r"checkpoint-[0-9]+", p.name)]
-    whole = [p for p in checkpoints if is_whole(p)]
-    if checkpoints and not whole:
+    passed_over: list[str] = []
+    for checkpoint in sorted(checkpoints, key=lambda p: int(p.name.split("-")[1]), reverse=True):
+        broken = damage(checkpoint)
+        if broken is None:
+            if passed_over:
+                warnings.warn(f"{'; '.join(passed_over)}. {checkpoint.name} is used", stacklevel=2)
+            return checkpoint
+        passed_over.append(f"{checkpoint.name} is not complete: {broken}")
+    if checkpoints:
         warnings.warn(
             f"{folder} has {len(checkpoints)} checkpoints, none of them complete ({', '.join(CHECKPOINT)} and weights; "
-            "save_only_model omits optimizer and scheduler): there is nothing to resume from",
+            f"save_only_model omits optimizer and scheduler): there is nothing to resume from. {'; '.join(passed_over)}",
             stacklevel=2,
         )
-    return max(whole, key=lambda p: int(p.name.split("-")[1]), default=None)
+    return None
 
 
 def is_whole(checkpoint: Path) -> bool:
     """Whether the Trainer finished writing a checkpoint, and it holds everything that an exact resume needs."""
-    if not all((checkpoint / name).is_file() for name in CHECKPOINT):
-        return False
-    if not any((checkpoint / name).is_file() for name in WEIGHTS):
-        return False
-    try:
-        read_json(checkpoint / "trainer_state.json")
-    except FileError:
-        return False
-    return True
+    return damage(checkpoint) is None

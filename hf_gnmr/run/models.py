@@ -9,9 +9,11 @@ import hashlib
 import math
 import os
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from ..backends import BACKENDS
 from ..backends.units import lora_part
@@ -53,9 +55,7 @@ def check_depth(source: str, section: ModelSection, gnmr: GNMRConfig | None, lor
         raise
     except (OSError, ValueError) as error:
         raise RecipeError(f"model.name={section.name!r}: its configuration cannot be loaded: {error}") from error
-    for key, value in (section.architecture or {}).items():
-        if key != "dtype" and getattr(config, key, value) != value:
-            raise RecipeError(f"model.architecture.{key}={value!r}: {section.name} has {getattr(config, key)!r}")
+    check_architecture(section, config)
     depth = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
     if depth is None:
         return
@@ -65,6 +65,17 @@ def check_depth(source: str, section: ModelSection, gnmr: GNMRConfig | None, lor
     beyond = [layer for layer in layers or [] if not 0 <= layer < depth]
     if beyond and lora is not None:
         raise RecipeError(f"lora.layers_to_transform={lora.layers_to_transform}: expected layers from 0 to {depth - 1}")
+
+
+def check_architecture(section: ModelSection, config: Any) -> None:
+    """Compare the recipe's architecture, if it states one, with the model's own configuration.
+
+    Raises:
+        RecipeError: another value.
+    """
+    for key, value in (section.architecture or {}).items():
+        if key != "dtype" and getattr(config, key, value) != value:
+            raise RecipeError(f"model.architecture.{key}={value!r}: {section.name} has {getattr(config, key)!r}")
 
 
 def build_from_scratch(section: ModelSection, seed: int) -> Any:
@@ -227,14 +238,19 @@ def load_adapter(model: Any, folder: str, key: str) -> None:
     check_folder(folder, key)
     try:
         result = set_peft_model_state_dict(model, load_peft_weights(folder, device="cpu"))
-    except (OSError, ValueError, RuntimeError) as error:
-        raise RecipeError(f"{key}={folder!r} does not fit: {error}") from error
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError, UnpicklingError) as error:
+        raise RecipeError(f"{key}={folder!r} does not fit, or its file is cut off: {error}") from error
     prefix = getattr(model.base_model, "prefix", "lora_")
     missing = [name for name in result.missing_keys if prefix in name]
     if missing or result.unexpected_keys:
+        named = "; ".join(
+            f"{what}: {', '.join(names[:5])}{', …' if len(names) > 5 else ''}"
+            for what, names in (("missing", missing), ("unexpected", list(result.unexpected_keys)))
+            if names
+        )
         raise RecipeError(
-            f"{key}={folder!r} does not fit: {len(missing)} tensors missing, "
-            f"{len(result.unexpected_keys)} unexpected (first: {(missing + result.unexpected_keys)[0]})"
+            f"{key}={folder!r} does not fit: {len(missing)} tensors missing, {len(result.unexpected_keys)} unexpected "
+            f"({named})"
         )
 
 

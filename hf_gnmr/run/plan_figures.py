@@ -27,7 +27,7 @@ from ..terminal import shown
 from ..trace.lifted import resolve_trigger_options
 from ..training.options import DEFAULT_BACKEND, Options, within_budget
 from .architecture import load_config, on_meta
-from .models import BUILTIN, architecture_config, lora_config, module_names
+from .models import BUILTIN, architecture_config, check_architecture, lora_config, module_names
 from .patterns import check_patterns
 from .recipe import SCRATCH
 from .sections import Recipe, RecipeError
@@ -166,17 +166,19 @@ def architecture(recipe: Recipe) -> tuple[Any, str]:
 
         return base_config(section.builtin_size), "built in"
     folder = Path(section.name).expanduser()
-    if section.architecture is not None and not folder.is_dir():
-        return architecture_config(section), f"the recipe's own, of {section.name}"
     try:
         config = load_config(folder if folder.is_dir() else section.name, section)
     except RecipeError:
         raise
     except (OSError, ValueError) as error:
+        if section.architecture is not None and not folder.is_dir():
+            stated = f"as the recipe states it for {section.name}, whose own configuration is not available here"
+            return architecture_config(section), stated
         raise RecipeError(
             f"model.name={section.name!r}: its configuration cannot be loaded ({error}), and the recipe has no "
-            "model.architecture to use instead"
+            "model.architecture to use instead (that of another model does not count)"
         ) from error
+    check_architecture(section, config)
     return config, section.name
 
 

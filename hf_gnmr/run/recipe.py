@@ -2,9 +2,9 @@
 
 A recipe has the sections below.  `training` takes the fields of transformers' `TrainingArguments` and `gnmr` those of
 `GNMRConfig`, by their own names.  A recipe may extend another (`extends:`), and overrides apply on top of both; either may
-name another backend, which removes the old one's options.  Every value is converted to the type of its field (``2e-5`` is a
-number here, although YAML 1.1 reads it as text) or refused, naming key, value and what is expected; unknown keys are refused
-with the nearest known one.
+name another backend, which removes the old one's options, or another model, which removes what describes the old one.  Every
+value is converted to the type of its field (``2e-5`` is a number here, although YAML 1.1 reads it as text) or refused,
+naming key, value and what is expected; unknown keys are refused with the nearest known one.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ SECTIONS: dict[str, type] = {
 }
 
 SCRATCH = "scratch"
+OF_A_MODEL = {"architecture", "revision", "tokenizer", "layers", "trust_remote_code"}
+"""Keys of the section `model` that describe the model of that name, and do not outlive it where another one is named: its
+dimensions, its branch, the pattern of its layers, and trust in its author."""
+OF_SCRATCH = {"architecture", "tokenizer"}
+"""Of these, what a model built from scratch takes from the recipe that it is based on."""
 
 
 def find_recipe(name: str) -> Path:
@@ -106,8 +111,10 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | tuple[str, 
 def _build(path: str | os.PathLike[str], raw: dict[str, Any], *layers: dict[str, dict[str, Any]]) -> Recipe:
     """The checked recipe of a file's sections, with further settings on top, the last one uppermost."""
     raw = dict(raw)
-    for section, values in ((section, values) for layer in layers for section, values in layer.items()):
-        raw[section] = _over(section, raw.get(section) or {}, values)
+    for layer in layers:
+        _drop_recovery_source(raw, layer)
+        for section, values in layer.items():
+            raw[section] = _over(section, raw.get(section) or {}, values)
     refuse_script_key(raw)
     training = check_training(raw.get("training", {}))
     training.setdefault("output_dir", os.path.join("runs", Path(path).stem))
@@ -140,6 +147,7 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
         base = _read(extended_by(path, extended, chain), chain)
     if below and raw and not raw.keys() & SECTIONS.keys():  # no recipe: nothing of it is shown
         raise RecipeError(f"{path}: expected a recipe with the sections {', '.join(SECTIONS)}, got other keys")
+    _drop_recovery_source(base, raw)
     for section, values in raw.items():
         check_known(section, [*SECTIONS, "extends", EMULATED], "section")
         if values is None:
@@ -158,7 +166,11 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _over(section: str, below: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """`values` on top of those below; if they name another backend, options that it does not have are removed."""
+    """`values` on top of those below; if they name another backend, options that it does not have are removed, and if they
+    name another model, what describes the old one."""
+    if section == "model" and _names_another(below, values):
+        of_old = OF_A_MODEL if values["name"] != SCRATCH else OF_A_MODEL - OF_SCRATCH
+        below = {key: value for key, value in below.items() if key not in of_old}
     if section == "backend" and "name" in values and values["name"] != below.get("name", DEFAULT_BACKEND):
         backend = BACKENDS.get(str(values["name"]))
         own = {} if backend is None else backend.Options.defaults()
@@ -166,6 +178,19 @@ def _over(section: str, below: dict[str, Any], values: dict[str, Any]) -> dict[s
         if backend is None or below.get("unit") not in backend.unit_kinds:
             below.pop("unit", None)
     return {**below, **values}
+
+
+def _names_another(below: Any, values: Any) -> bool:
+    """Whether the section `model` in `values` names another model than the one below."""
+    if not isinstance(below, dict) or not isinstance(values, dict) or below.get("name") is None:
+        return False
+    return values.get("name", below["name"]) != below["name"]
+
+
+def _drop_recovery_source(below: dict[str, Any], above: Mapping[str, Any]) -> None:
+    """Remove the place of the old model's original weights, where `above` names another model."""
+    if _names_another(below.get("model"), above.get("model")) and isinstance(below.get("backend"), dict):
+        below["backend"] = {key: value for key, value in below["backend"].items() if key != "recovery_source"}
 
 
 def _fits_together(recipe: Recipe) -> None:

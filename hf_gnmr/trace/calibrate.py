@@ -23,11 +23,10 @@ import numpy as np
 
 from ..config import ConfigError, parse_bytes
 from ..control.controller import Bools
-from ..files import plain, printable, write_text
+from ..files import FileError, plain, printable, write_text
 from ..reading import SHIPPED
 from ..script import write_script
 from ..terminal import cleaned, error_line
-from .file import TraceError
 from .metrics import exceedance
 from .replay import Replay, mean_recovery_bytes, recorded_config, replay
 from .replay_table import NOTE
@@ -276,10 +275,10 @@ def main(argv: list[str] | None = None) -> int:
             extends = os.path.relpath(extends, home)
         text = fragment(proposal, command, extends)
         if options.output is not None:
-            if Path(options.output).exists():
+            if os.path.lexists(options.output):
                 raise ConfigError(f"--output {options.output} exists already: name another file")
             (write_text if extends is None else write_script)(options.output, text)
-    except (ConfigError, TraceError, OSError) as error:
+    except (ConfigError, FileError, OSError) as error:
         print(error_line(error), file=sys.stderr)
         return 2
     series.warn()

@@ -11,18 +11,23 @@ the units that triggered at the end of the step, and `active`, the units on the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from ..files import FileError, free_name, partial_name, plain, printable
+from ..files import FileError, free_name, free_number, numbered, partial_name, plain, printable, regular, replaceable
 from ..reading import MAX_TRACE_BYTES, MAX_TRACE_LINE_BYTES, lines_of, open_regular, parse_json
 from ..terminal import shown
+from .appended import Appended
+from .lock import hold, release
 
 SCHEMA = 1
+START = b'{"schema"'
+"""How every trace begins."""
 
 
 class TraceError(FileError):
@@ -41,18 +46,35 @@ class Trace:
 
 
 class TraceWriter:
-    """Appends to one trace file.
+    """Appends to one trace file, which no other process may write at the same time.
 
     Args:
         path: the file. An existing one is never overwritten: it is renamed to ``trace.1.jsonl`` and so on, unless
             `resume_after` is given.
+        beside: files that belong to the trace: they are renamed with it, to the same number.
         header: the header's fields (without `schema`).
         resume_after: continue the file after this step; lines of later steps, which the resumed run repeats, are moved to
             ``trace.after-step-N.jsonl``. None, or a file of another run: a new trace.
+
+    Raises:
+        SetupError: another process writes this trace.
+        FileError: `path` is something other than a regular file.
     """
 
-    def __init__(self, path: str | os.PathLike[str], header: dict[str, Any], resume_after: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        header: dict[str, Any],
+        resume_after: int | None = None,
+        beside: tuple[Path, ...] = (),
+    ) -> None:
+        regular(path)
         self.path = Path(path)
+        self.number: int | None = None
+        """The trace had to be continued in ``trace.N.jsonl``, with this N; None: it is in `path`."""
+        self.notice: str | None = None
+        """What was done to the file by others and what became of the trace, once after it was noticed."""
+        self._beside = beside
         self.set_aside: Path | None = None
         """File that holds an earlier trace, or the lines removed from it; None: there were none."""
         self.continued = False
@@ -60,25 +82,75 @@ class TraceWriter:
         self.missing = 0
         """Steps up to `resume_after` without a line in the earlier trace."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock: Path | None = hold(self.path)
+        try:
+            self._open({"schema": SCHEMA, **header}, header, resume_after)
+        except BaseException:
+            self._release()
+            raise
+
+    def _open(self, first: dict[str, Any], header: dict[str, Any], resume_after: int | None) -> None:
         if resume_after is not None and _same_run(self.path, header):
             self.set_aside, last = _cut_after(self.path, resume_after)
             self.continued, self.missing = True, resume_after - last
-            self._file: IO[str] = self.path.open("a", encoding="utf-8")
+            self._file = Appended(regular(self.path), new=False)
+            self._header = next(self._file.lines())
             return
-        if self.path.exists():
-            self.set_aside = free_name(self.path)
-            os.replace(self.path, self.set_aside)
-        self._file = self.path.open("w", encoding="utf-8")
-        self.write({"schema": SCHEMA, **header})
+        earlier = [file for file in (self.path, *self._beside) if file.exists()]
+        number = free_number(self.path, *self._beside)
+        for file in earlier:
+            regular(file)
+            os.replace(file, numbered(file, number))
+        if self.path in earlier:
+            self.set_aside = numbered(self.path, number)
+        self._header = line_of(first)
+        self._file = Appended(regular(self.path), new=True)
+        self.write(first)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one line and flush it to the operating system."""
-        self._file.write(json.dumps(plain(record), allow_nan=False) + "\n")
-        self._file.flush()
+        """Append one line and flush it to the operating system; `notice` reports a file that others changed before."""
+        fault = self._file.fault()
+        if fault is not None:
+            self.notice = self._recover(fault)
+        self._file.write(line_of(record))
+
+    def _recover(self, fault: str) -> str:
+        """Continue in a file with a name and a header, with all steps that can still be read; returns what happened."""
+        original, aside = self._file.path, None  # behind any link
+        partial = partial_name(original)
+        original.parent.mkdir(parents=True, exist_ok=True)
+        steps = -1
+        with partial.open("wb") as copy:
+            for line in _readable(self._file, self._header):
+                copy.write(line)
+                steps += 1
+        self._file.close()
+        if fault == "truncated":  # nobody's name is free: what is left of the file keeps all that is in it
+            aside = numbered(original, free_number(original, *self._beside))
+            os.replace(regular(original), aside)
+        elif fault == "replaced":
+            self.number = free_number(original, *self._beside)
+            self.path = numbered(original, self.number)
+        target = self.path if fault == "replaced" else original
+        os.replace(partial, target)
+        self._file = Appended(target, new=False)
+        return {
+            "deleted": f"{original} was deleted or moved away during the run: it was written again, with {steps} steps",
+            "replaced": f"{original} was replaced by another file during the run, which is left as it is: the trace "
+            f"continues in {self.path}, with all {steps} steps so far",
+            "truncated": f"{original} was truncated or overwritten during the run: it continues with the {steps} steps "
+            f"that can still be read, and what was found is in {aside}",
+        }[fault]
 
     def close(self) -> None:
         """Close the file; may be called more than once."""
         self._file.close()
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            release(self._lock)
+            self._lock = None
 
 
 class TraceLines:
@@ -121,6 +193,45 @@ class TraceLines:
                 yield from lines_of(file, self.path, MAX_TRACE_LINE_BYTES)
         except FileError as error:
             raise TraceError(str(error)) from error
+
+
+def line_of(record: dict[str, Any]) -> bytes:
+    """A record as a line of a trace."""
+    return (json.dumps(plain(record), allow_nan=False) + "\n").encode()
+
+
+def refuse_place(path: str | os.PathLike[str], *, named: bool) -> None:
+    """Refuse a place where no trace can be written, before anything is loaded.
+
+    Args:
+        path: where the trace is to be written.
+        named: the user named this very file, so that a file other than a trace is refused; otherwise it is set aside.
+
+    Raises:
+        FileError: something other than a regular file, a name that ends in a separator, a file where a folder is needed, or
+            (with `named`) a file that is no trace.
+    """
+    if named and (not os.fspath(path) or os.fspath(path).endswith(os.sep)):
+        raise FileError(f"{os.fspath(path)!r} names no file: expected a file name")
+    file = regular(path)
+    existing = next(parent for parent in file.parents if os.path.lexists(parent))
+    if not existing.is_dir():
+        raise FileError(f"{path}: {existing} is not a folder")
+    if named:
+        replaceable(file, lambda beginning: START.startswith(beginning[: len(START)]), "a trace")
+
+
+def _readable(file: Appended, header: bytes) -> Iterator[bytes]:
+    """The header, and the whole lines of steps that still follow it in `file`."""
+    yield header
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        for number, line in enumerate(file.lines()):
+            if number == 0 and line != header:
+                return
+            if number:
+                if not line.endswith(b"\n") or not isinstance(json.loads(line)["step"], int):
+                    return
+                yield line
 
 
 def record_of(line: bytes, where: str) -> dict[str, Any]:
@@ -198,6 +309,7 @@ def _cut_after(path: Path, step: int) -> tuple[Path | None, int]:
     Returns:
         that file (None: no lines were moved), and the step of the last line that was kept (0: none).
     """
+    path = regular(path)
     lines = path.read_bytes().split(b"\n")
     lines = [*(line + b"\n" for line in lines[:-1]), *filter(None, lines[-1:])]
     kept: list[bytes] = []

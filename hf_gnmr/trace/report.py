@@ -19,14 +19,14 @@ from typing import Any
 
 from .. import __version__
 from ..config import ConfigError, SetupError
-from ..files import FileError, printable, write_text
+from ..files import FileError, printable, write_bytes, write_text
 from ..reading import MAX_PAGE_BYTES, inside, read_bytes
 from ..terminal import REPLACED, cleaned, error_line
 from . import fields, figures
 from .diagnose import diagnose
 from .fields import Row
-from .file import TraceError
 from .metrics import by_unit, summarise
+from .outputs import TITLE, check_figure, check_paths
 from .series import Series, read_series
 from .style import STYLE
 
@@ -84,7 +84,7 @@ def page(runs: list[Series], labels: list[str]) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>GNMR report: {html.escape(', '.join(labels))}</title><style>{STYLE}</style></head>\n<body>\n"
+        f"{TITLE}{html.escape(', '.join(labels))}</title><style>{STYLE}</style></head>\n<body>\n"
         + "\n".join(parts)
         + "\n</body></html>\n"
     )
@@ -264,21 +264,32 @@ def _file_name(label: str) -> str:
     return re.sub(r"[^\w.+-]+", "_", label)
 
 
-def save_figures(runs: list[Series], labels: list[str], folder: Path, formats: list[str]) -> list[Path]:
-    """Write each figure of each run to a separate file, for papers and slides: dark on white."""
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn = {
+def _drawn(runs: list[Series], labels: list[str]) -> dict[str, tuple[Any, Series]]:
+    """The figures to draw, by their files' names without the ending."""
+    return {
         f"{_file_name(label)}_{name}": (draw, series)
         for series, label in zip(runs, labels, strict=True)
         if len(series)
         for name, draw in figures.OF_A_RUN.items()
     }
+
+
+def figure_files(runs: list[Series], labels: list[str], folder: Path, formats: list[str]) -> list[Path]:
+    """The files that `save_figures` writes."""
+    return [folder / f"{name}.{kind}" for name in _drawn(runs, labels) for kind in formats]
+
+
+def save_figures(runs: list[Series], labels: list[str], folder: Path, formats: list[str]) -> list[Path]:
+    """Write each figure of each run to a separate file, for papers and slides: dark on white."""
+    folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, (draw, series) in drawn.items():
+    for name, (draw, series) in _drawn(runs, labels).items():
         figure = draw(series)
         for kind in formats:
             file = folder / f"{name}.{kind}"
-            figure.savefig(file, facecolor="white", dpi=160)
+            content = io.BytesIO()
+            figure.savefig(content, format=kind, facecolor="white", dpi=160)
+            write_bytes(file, content.getvalue())
             written.append(file)
         figures.pyplot().close(figure)
     return written
@@ -289,9 +300,8 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status (2: an error to fix)."""
     parser = argparse.ArgumentParser(prog="hf-gnmr report", description="Runs as one self-contained page.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, or its trace.jsonl")
-    parser.add_argument(
-        "--output", default="report.html", metavar="FILE", help="the page (overwritten if it exists); default report.html"
-    )
+    page_help = "the page; replaces only an earlier page; default report.html"
+    parser.add_argument("--output", default="report.html", metavar="FILE", help=page_help)
     parser.add_argument("--figures", metavar="FOLDER", help="also write the figures to this folder")
     parser.add_argument(
         "--format", nargs="+", choices=["png", "svg"], default=["png", "svg"], help="file formats of --figures"
@@ -302,7 +312,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.follow:
             return _follow(options.runs)
         return _write(options)
-    except (ConfigError, SetupError, TraceError, OSError) as error:
+    except (ConfigError, SetupError, FileError, OSError) as error:
         print(error_line(error), file=sys.stderr)
         return 2
 
@@ -318,9 +328,12 @@ def _follow(runs: list[str]) -> int:
 def _write(options: argparse.Namespace) -> int:
     """Write the page, and the figures where they are asked for."""
     figures.pyplot()
-    _check_paths(Path(options.output), None if options.figures is None else Path(options.figures))
+    check_paths(Path(options.output), None if options.figures is None else Path(options.figures))
     runs = [read_series(run, strict=False) for run in options.runs]
     labels = labels_of([Path(run) for run in options.runs])
+    if options.figures is not None:
+        for file in figure_files(runs, labels, Path(options.figures), options.format):
+            check_figure(file)
     text = page(runs, labels)
     write_text(options.output, text)
     written = [options.output]
@@ -330,16 +343,6 @@ def _write(options: argparse.Namespace) -> int:
         series.warn(label)
     print(f"written: {', '.join(map(str, written))} ({len(text) / 1e6:.2f} MB)")
     return 0
-
-
-def _check_paths(output: Path, folder: Path | None) -> None:
-    """Raise ConfigError where the page or the figures cannot be written, before anything is computed."""
-    if not output.parent.is_dir():
-        raise ConfigError(f"--output {output}: {output.parent} is not a folder")
-    if output.is_dir():
-        raise ConfigError(f"--output {output} is a folder: expected a file name")
-    if folder is not None and folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--figures {folder}: not a folder")
 
 
 if __name__ == "__main__":

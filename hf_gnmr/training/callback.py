@@ -23,8 +23,9 @@ from transformers.trainer_callback import ExportableState
 from ..backends.units import Unit
 from ..config import ConfigError, GNMRConfig, SetupError, one_of
 from ..control.controller import Decision, Trigger
-from .checkpoints import load_renamed
-from .checks import refuse_unreadable_gradients, refuse_windows_never_full, rows_per_micro_batch
+from .checkpoints import is_checkpoint_of, load_renamed
+from .checks import refuse_trace_place, refuse_unreadable_gradients, refuse_windows_never_full, rows_per_micro_batch
+from .fit import refuse_misfit
 from .journal import TRACE_FILE
 from .options import (
     DEFAULT_BACKEND,
@@ -85,6 +86,8 @@ class GNMRCallback(TrainerCallback, ExportableState):
         self.options = Options(backend, trigger, trigger_options, layers, max_recovery_memory, **of_backend)
         if trace_path is not None and trace_path is not False and not isinstance(trace_path, (str, os.PathLike)):
             raise ConfigError(f"trace_path={trace_path!r}: expected a path, None or False")
+        if trace_path is not None and not isinstance(trace_path, bool):
+            refuse_trace_place(trace_path, "trace_path", named=True)
         self.trace_path = trace_path
         self.session: GNMRSession | None = None
         """The running training, or the last one."""
@@ -127,6 +130,8 @@ class GNMRCallback(TrainerCallback, ExportableState):
         if state.max_steps < 1:
             raise SetupError(f"the training has {state.max_steps} optimizer steps: expected at least 1")
         refuse_windows_never_full(kwargs.get("train_dataloader"), args.gradient_accumulation_steps)
+        if self.trace_path is None:
+            refuse_trace_place(Path(args.output_dir) / TRACE_FILE, "output_dir", named=False)
         model = kwargs["model"]
         refuse_unreadable_gradients(args, model)
         session = GNMRSession(
@@ -240,10 +245,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
         checkpoint = f"checkpoint-{state.global_step}"
         places = [folder / checkpoint, Path(str(attributes.get("_folder"))) / checkpoint]
         if not self.weights_loaded:
-            source = next((p for p in places if p.is_dir()), None)
-            renamed = [] if source is None else load_renamed(model, source)
-            if renamed and state.is_world_process_zero:
-                print(f"GNMR: {len(renamed)} weights that the Trainer had skipped were loaded from {source}", flush=True)
+            self._check_weights(state, model, places)
         saved = attributes.get("_state")
         run_id = None if saved is None else attributes.get("_run_id")
         session.resume(state.global_step, saved, run_id, attributes.get("_setup"))
@@ -265,6 +267,26 @@ class GNMRCallback(TrainerCallback, ExportableState):
             )
         elif self._state is not None and state.is_world_process_zero:
             print("GNMR: settings come from the checkpoint (restore_callback_states_from_checkpoint)", flush=True)
+
+    def _check_weights(self, state: TrainerState, model: nn.Module, places: list[Path]) -> None:
+        """Refuse a checkpoint that does not fit the model, and load what a plain Trainer skips.
+
+        Raises:
+            SetupError: weights that do not fit.
+        """
+        source = next((place for place in places if is_checkpoint_of(place, state)), None)
+        if source is None:
+            if state.is_world_process_zero:
+                print(
+                    f"GNMR: NOT CHECKED whether the checkpoint's weights fit the model: it is not in {places[0].parent} "
+                    "(GNMRTrainerMixin checks a checkpoint in any folder)",
+                    flush=True,
+                )
+            return
+        refuse_misfit(model, source)
+        renamed = load_renamed(model, source)
+        if renamed and state.is_world_process_zero:
+            print(f"GNMR: {len(renamed)} weights that the Trainer had skipped were loaded from {source}", flush=True)
 
     # -- For custom Trainers ------------------------------------------------------------------------------------------
 

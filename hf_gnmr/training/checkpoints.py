@@ -7,14 +7,17 @@ model does not have, and training continues with those weights as they were init
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from ..backends.units import unwrap
-from ..files import read_json
+from ..config import SetupError
+from ..files import FileError, read_json
+from .fit import refuse, stored_shapes
+from .whole import STATE
 
 
 def load_renamed(model: Any, folder: Path) -> list[str]:
@@ -26,16 +29,26 @@ def load_renamed(model: Any, folder: Path) -> list[str]:
 
     Returns:
         names of the model's weights that the files store under other names; empty if there was nothing to do.
+
+    Raises:
+        SetupError: weights that the files lack, or that the model does not have, under any name.
     """
     model = unwrap(model)
-    names = _names_in(folder)
+    names = stored_shapes(folder)
     if not names or hasattr(model, "peft_config") or not hasattr(model, "save_pretrained"):
         return []
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    missing = [name for name in model.state_dict() if name not in names and name not in tied]
-    if missing:
+    own = model.state_dict()
+    missing = [name for name in own if name not in names and name not in tied]
+    if missing or names.keys() - own.keys():
         # Loaded in fp32, which represents every dtype in the files exactly, then copied into the model's own dtype.
-        loaded = type(model).from_pretrained(folder, dtype=torch.float32, config=model.config)
+        try:
+            loaded, info = type(model).from_pretrained(
+                folder, dtype=torch.float32, config=model.config, output_loading_info=True
+            )
+        except (RuntimeError, ValueError, OSError) as error:
+            raise SetupError(f"the weights in {folder} do not fit the model: {error}") from error
+        refuse(folder, info["missing_keys"], info["unexpected_keys"], [str(key) for key in info.get("mismatched_keys", ())])
         weights = dict(loaded.state_dict())
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
@@ -43,12 +56,14 @@ def load_renamed(model: Any, folder: Path) -> list[str]:
     return missing
 
 
-def _names_in(folder: Path) -> set[str]:
-    """Names of the tensors in a checkpoint's safetensors files."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        return set(read_json(index)["weight_map"])
-    if not single.is_file():
-        return set()
-    with safe_open(single, framework="pt") as file:
-        return set(file.keys())
+def is_checkpoint_of(folder: Path, state: Any) -> bool:
+    """Whether `folder` is the checkpoint that a Trainer's state was read from, or a copy: same step, same history.
+
+    A folder of the same name may belong to another run, as the Trainer may resume from anywhere.
+    """
+    try:
+        stored = read_json(folder / STATE)
+    except FileError:
+        return False
+    same_step = stored.get("global_step") == state.global_step
+    return same_step and json.dumps(stored.get("log_history")) == json.dumps(state.log_history)

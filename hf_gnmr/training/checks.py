@@ -12,6 +12,8 @@ from transformers import TrainingArguments
 
 from ..backends.units import base_model
 from ..config import ConfigError, SetupError, integer, one_of
+from ..files import FileError
+from ..trace.file import refuse_place
 from .distributed import world_size
 from .engines import refuse_unreadable_engine, refuse_unreadable_optimizer, refuse_unreadable_settings
 
@@ -135,3 +137,11 @@ def refuse_windows_never_full(dataloader: Any, accumulation: int) -> None:
             f"an epoch has {batches} micro-batches, fewer than gradient_accumulation_steps={accumulation}: no window would "
             "ever be full and the controller would never decide. Lower gradient_accumulation_steps or the batch size"
         )
+
+
+def refuse_trace_place(path: str | os.PathLike[str], setting: str, *, named: bool) -> None:
+    """Raise ConfigError, naming the setting, where `trace.file.refuse_place` refuses a trace."""
+    try:
+        refuse_place(path, named=named)
+    except FileError as error:
+        raise ConfigError(f"{setting}: {error}") from error

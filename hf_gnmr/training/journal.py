@@ -6,7 +6,6 @@ Problems with these files are reported clearly and never stop the training.
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 from ..backends.units import Unit
 from ..control.controller import Bools, Decision, Floats
 from ..control.triggers import TRIGGERS
-from ..files import free_name, write_json
+from ..files import FileError, numbered, write_json
 from ..trace.file import TraceError, TraceWriter, read_trace
 from ..trace.metrics import summarise
 from .census import summary_in_words
@@ -39,17 +38,17 @@ class Journal:
 
     def __init__(self, path: Path, header: dict[str, Any], resume_after: int | None) -> None:
         self.path = path
-        self._writer: TraceWriter | None = TraceWriter(path, header, resume_after)
-        writer = self._writer
+        self.summary = path.with_name(SUMMARY_FILE)
+        """Where the run's summary goes."""
+        self._ended = False
+        """Whether a line could not be written: no further one is."""
+        writer = self._writer = TraceWriter(path, header, resume_after, (self.summary,))
         if resume_after is not None and not writer.continued:
             say(f"resumed at step {resume_after}, but {path} is not (or no longer) the trace of this run: a new one begins")
         if writer.missing:
             say(f"{path} lacks the {writer.missing} steps before step {(resume_after or 0) + 1}")
         if writer.set_aside is not None:
             say(f"earlier trace lines were set aside in {writer.set_aside}")
-        summary = path.with_name(SUMMARY_FILE)
-        if not writer.continued and summary.is_file():
-            os.replace(summary, free_name(summary))
 
     def step(
         self,
@@ -82,7 +81,7 @@ class Journal:
             recovery_bytes: what the active units added.
             more: the backend's own figures.
         """
-        if self._writer is None:
+        if self._ended:
             return
         # "active" is the set during this step; `decision.active` is the next step's set and appears in the next line.
         record = {
@@ -111,15 +110,22 @@ class Journal:
             record["first_not_finite"] = reading.first_not_finite
         try:
             self._writer.write(record)
-        except OSError as error:
+        except (OSError, FileError) as error:
             say(f"NO TRACE from step {step} on: cannot write {self.path} ({error})")
             warnings.warn(f"the trace ends before step {step}: {error}", stacklevel=2)
-            self._writer = None
+            self._ended = True
+            return
+        notice, self._writer.notice = self._writer.notice, None
+        if notice is not None:
+            say(f"step {step}: {notice}")
+            warnings.warn(notice, stacklevel=2)
+            self.path = self._writer.path
+            if self._writer.number is not None:  # beside the file that took the trace's place, under the trace's number
+                self.summary = numbered(self.path.with_name(SUMMARY_FILE), self._writer.number)
 
     def close(self) -> None:
         """Close the trace; may be called twice."""
-        if self._writer is not None:
-            self._writer.close()
+        self._writer.close()
 
 
 def _seen(values: Floats, seen: Bools) -> list[float | None]:
@@ -127,11 +133,18 @@ def _seen(values: Floats, seen: Bools) -> list[float | None]:
     return [value if was_seen else None for value, was_seen in zip(values.tolist(), seen.tolist(), strict=True)]
 
 
-def write_summary(trace: Path, last_step: int) -> dict[str, Any] | None:
-    """Write and return the figures of a run that ended at `last_step`; None, with a warning, if its trace gives none."""
+def write_summary(trace: Path, last_step: int, file: Path | None = None) -> dict[str, Any] | None:
+    """Write and return the figures of a run that ended at `last_step`; None, with a warning, if its trace gives none.
+
+    Args:
+        trace: its trace.
+        last_step: the run's last optimizer step.
+        file: where the figures go; None: `summary.json` beside the trace.
+    """
     try:
-        summary = summarise(read_trace(trace), last_step)
-        write_json(trace.with_name(SUMMARY_FILE), summary)
+        read = read_trace(trace)
+        summary = {**summarise(read, last_step), "run_id": read.header.get("run_id")}
+        write_json(trace.with_name(SUMMARY_FILE) if file is None else file, summary)
     except (TraceError, OSError, KeyError, TypeError, ValueError, IndexError) as error:
         warnings.warn(f"no {SUMMARY_FILE}: {type(error).__name__}: {error}", stacklevel=2)
         return None

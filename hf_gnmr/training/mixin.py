@@ -18,6 +18,7 @@ from transformers import Trainer
 
 from .callback import GNMRCallback
 from .checkpoints import load_renamed
+from .fit import refuse_misfit
 
 
 class GNMRTrainerMixin:
@@ -42,7 +43,12 @@ class GNMRTrainerMixin:
         super().log(logs, start_time)  # type: ignore[misc]
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
-        """The Trainer's loading, then the weights that the checkpoint stores under other names (fused experts)."""
+        """The Trainer's loading, then the weights that the checkpoint stores under other names (fused experts).
+
+        Raises:
+            SetupError: weights that do not fit the model.
+        """
+        refuse_misfit(self.model if model is None else model, Path(resume_from_checkpoint))
         super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
         load_renamed(self.model if model is None else model, Path(resume_from_checkpoint))
         for callback in self.gnmr_callbacks():

@@ -89,6 +89,8 @@ class GNMRSession:
         checks.check_arguments(total_steps, gradient_accumulation_steps, rows_per_micro_batch, resume_history)
         self.batch = GlobalBatch(rows_per_micro_batch, gradient_accumulation_steps, world_size())
         self.resume_history = resume_history
+        if self.trace is not None:
+            checks.refuse_trace_place(self.trace, "output_dir", named=False)
         self.main_process = not is_distributed() or torch.distributed.get_rank() == 0
         self.decision: Decision | None = None
         """The latest decision; None before the first step."""
@@ -252,7 +254,7 @@ class GNMRSession:
             warnings.warn(f"GNMRSession: {unread} backward passes but no observe(): nothing was monitored", stacklevel=2)
         self.detach()
         if journal is not None:
-            self.summary = write_summary(journal.path, self.steps_done)
+            self.summary = write_summary(journal.path, self.steps_done, journal.summary)
         return self.summary
 
     def detach(self) -> None:

@@ -43,8 +43,58 @@ def test_the_table_of_a_study(runs, tmp_path, capsys):
 def test_results_of_the_first_version_are_read_as_then(tmp_path, capsys):
     assert cli(["compare", str(STORED), "--output", str(tmp_path)]) == 0
     assert "| evaluation (recovery) | 0.0000 ± 0.0000 | 1.0000 ± 0.0000 | 280.1162 |" in capsys.readouterr().out
+    table, before = (json.loads((folder / "compare.json").read_text()) for folder in (tmp_path, STORED))
+    scoring = {column: cell.pop("scoring") for column, cell in table["rows"]["evaluation (recovery)"].items()}
+    assert table == before
+    assert scoring["hellaswag acc"] == {"batch": 8, "softmax": "bfloat16"}, "as they were computed then"
+    assert scoring["wikitext_tokens token_perplexity"] == {"softmax": "float32"}
+    lines, lines_before = ((folder / "compare.csv").read_text().splitlines() for folder in (tmp_path, STORED))
+    assert [line.rsplit(",", 2)[0] for line in lines] == lines_before
+
+
+def test_results_of_two_ways_to_score_are_told_apart(tmp_path, capsys):
+    for name in ("old", "new"):
+        shutil.copytree(STORED / "recovery", tmp_path / name / "recovery")
+    file = tmp_path / "new" / "recovery" / "hellaswag.json"
+    scored = json.loads(file.read_text())
+    scored["key"] |= {"batch_size": 4, "softmax_dtype": "float32"}
+    file.write_text(json.dumps(scored))
+    assert cli(["compare", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (note,) = [line for line in lines if line.startswith("hellaswag acc:")]
+    assert "batch 8, softmax bfloat16 or batch 4, softmax float32. NOT SCORED IN THE SAME WAY in all rows." in note
+    assert "NOT THE SAME ITEMS" not in note
+
+
+@pytest.mark.parametrize("name", ["compare.md", "compare.json", "compare.csv"])
+@pytest.mark.parametrize("kind", ["file", "folder", "link to a device"])
+def test_other_files_under_the_tables_names_are_refused(tmp_path, capsys, name, kind):
+    place = tmp_path / name
+    if kind == "file":
+        place.write_text("mine")
+    elif kind == "folder":
+        place.mkdir()
+    else:
+        place.symlink_to("/dev/null")
+    assert cli(["compare", str(STORED), "--output", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --output") and name in error and error.count("\n") == 1
+    assert kind != "file" or place.read_text() == "mine"
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
+def test_an_earlier_table_is_replaced_or_moved_aside_as_a_whole(tmp_path):
     for name in ("compare.json", "compare.csv"):
-        assert (tmp_path / name).read_text() == (STORED / name).read_text()
+        shutil.copy(STORED / name, tmp_path / name)
+    (tmp_path / "compare.1.csv").write_text("an earlier one")
+    table = json.loads((tmp_path / "compare.json").read_text())
+    table["rows"] = {"another": {}}
+    (tmp_path / "compare.json").write_text(json.dumps(table, indent=2))
+    assert cli(["compare", str(STORED), "--output", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "compare.2.json").read_text())["rows"] == {"another": {}}
+    assert (tmp_path / "compare.2.csv").read_text() == (STORED / "compare.csv").read_text()
+    assert cli(["compare", str(STORED), "--output", str(tmp_path)]) == 0
+    assert not (tmp_path / "compare.3.json").exists()
 
 
 @pytest.mark.parametrize("text", ['{"cut', "[]"])

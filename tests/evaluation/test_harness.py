@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 from conftest import byte_tokenizer, save_llama
+from torch import nn
+from transformers import LlamaConfig
 
 pytest.importorskip("lm_eval")
 
 from evaluation_runs import evaluate, result
 
 from hf_gnmr.config import ConfigError
-from hf_gnmr.evaluation.harness import harness_tasks
+from hf_gnmr.evaluation.harness import harness_tasks, language_model
 from hf_gnmr.evaluation.tasks import Request, parse_tasks
 
 pytest_plugins = ["evaluation_runs"]
@@ -26,7 +32,14 @@ def test_a_base_through_our_loader_is_the_base_through_plain_lm_eval(tiny_lm, tm
     evaluate(tiny_lm, "--output", tmp_path, "--limit", "2", "--max-gen-tokens", "8", "--batch-size", "1", tasks=[task])
     scored = result(tmp_path, "recovery", task)
     plain = evaluator.simple_evaluate(
-        model=HFLM(pretrained=tiny_lm, tokenizer=byte_tokenizer(), dtype="bfloat16", device="cpu", batch_size=1),
+        model=HFLM(
+            pretrained=tiny_lm,
+            tokenizer=byte_tokenizer(),
+            dtype="bfloat16",
+            softmax_dtype="float32",
+            device="cpu",
+            batch_size=1,
+        ),
         tasks=list(harness_tasks(parse_tasks([task])[0], "builtin").values()),
         limit=2,
         bootstrap_iters=0,
@@ -42,16 +55,44 @@ def test_a_base_through_our_loader_is_the_base_through_plain_lm_eval(tiny_lm, tm
         assert scored["metrics"]["word_perplexity"] == pytest.approx(plain["results"]["wikitext"]["word_perplexity,none"])
 
 
-def test_batch_sizes_agree(runs):
-    """In BF16 padding moves a log-likelihood by rounding only: 1%."""
+@pytest.mark.parametrize(("run", "precision"), [("bf16", "recovery"), ("gnmr", "low"), ("gnmr", "recovery")])
+def test_batch_sizes_agree(runs, run, precision, capsys):
+    """Padding moves a log-likelihood by rounding only, in BF16 and in INT8: 1%."""
     scores = []
     for size in (1, 4):
-        out = runs / f"batch{size}"
-        evaluate(runs / "bf16", "--batch-size", size, "--output", out)
-        answers = result(out, "recovery")["answers"]
+        out = runs / f"{run}-{precision}-{size}"
+        evaluate(runs / run, "--batch-size", size, "--precision", precision, "--output", out)
+        assert f"batch {size}, softmax float32" in capsys.readouterr().out
+        scored = result(out, precision)
+        assert (scored["key"]["batch_size"], scored["key"]["softmax_dtype"]) == (size, "float32")
+        answers = scored["answers"]
         scores.append(np.array([[float(choice[0][0]) for choice in answers[item]] for item in sorted(answers)]))
     assert scores[0].shape == (8, 4) and np.ptp(scores[0]) > 1
     np.testing.assert_allclose(scores[0], scores[1], rtol=0.01)
+    rounded = torch.tensor(scores[0], dtype=torch.float32).bfloat16().double().numpy()
+    assert (rounded != scores[0]).mean() > 0.9, "log-likelihoods are finer than BF16"
+
+
+def test_choices_that_bf16_cannot_tell_apart_are_not_decided_by_order(tmp_path):
+    """Two continuations of one token, whose log-probabilities differ by less than BF16 resolves."""
+    from lm_eval.api.instance import Instance
+
+    class Fixed(nn.Module):
+        config = LlamaConfig(vocab_size=288)
+        device = torch.device("cpu")
+
+        def forward(self, ids, **ignored):
+            logits = torch.zeros(*ids.shape, 288, dtype=torch.bfloat16)
+            logits[..., ord("b")] = 2**-6
+            return SimpleNamespace(logits=logits)
+
+        def tie_weights(self):
+            pass
+
+    lm = language_model(Fixed(), byte_tokenizer(), argparse.Namespace(batch_size=4), None)
+    asked = [Instance("loglikelihood", {}, ("x", choice), i) for i, choice in enumerate("ab")]
+    a, b = (value for value, _ in lm.loglikelihood(asked, disable_tqdm=True))
+    assert b - a == pytest.approx(2**-6, rel=1e-4)
 
 
 def test_prompts_that_are_cut_are_counted(tmp_path, capsys):

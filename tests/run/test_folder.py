@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import warnings
 
 import pytest
+import torch
 import yaml
 from conftest import trace_lines
 from runs import SAVING, files_of, refused
+from safetensors.torch import load_file, save_file
 
 from hf_gnmr.files import FileError
 from hf_gnmr.run.folder import CHECKPOINT, OutputFolder, is_whole, last_checkpoint
 from hf_gnmr.run.recipe import load_recipe
 from hf_gnmr.trace.file import read_trace
 from hf_gnmr.train import main
+from hf_gnmr.training.whole import damage
 
 # -- checkpoints, by their files -----------------------------------------------------------------------------------------
 
@@ -23,8 +28,12 @@ def write_checkpoint(folder, step, weights="adapter_model.safetensors", **state)
     """A checkpoint as far as its files go."""
     checkpoint = folder / f"checkpoint-{step}"
     checkpoint.mkdir(parents=True)
-    for name in (*CHECKPOINT, weights):
-        (checkpoint / name).write_text("")
+    for name in CHECKPOINT:
+        torch.save({"state": torch.arange(8.0)}, checkpoint / name)
+    shard = "model-00001-of-00001.safetensors" if weights.endswith(".json") else weights
+    save_file({"a": torch.ones(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}, checkpoint / shard)
+    if weights.endswith(".json"):
+        (checkpoint / weights).write_text(json.dumps({"weight_map": {"a": shard, "b": shard}}))
     values = {"global_step": step, "max_steps": 6, "num_train_epochs": 2, **state}
     (checkpoint / "trainer_state.json").write_text(json.dumps(values))
     return checkpoint
@@ -49,13 +58,102 @@ def test_a_checkpoint_with_a_broken_state_is_not(tmp_path, text):
     assert not is_whole(checkpoint)
 
 
+CUTS = {"empty": 0.0, "header": 0.02, "half": 0.5, "last byte": 1.0}
+"""How much of a file is left when it is cut; 1.0: all but its last byte."""
+
+
+@pytest.mark.parametrize("share", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "optimizer.pt",
+        "scheduler.pt",
+        "rng_state.pth",
+        "rng_state_1.pth",
+        "scaler.pt",
+        "adapter_model.safetensors",
+        "gnmr_trigger.safetensors",
+        "second/adapter_model.safetensors",
+        "adapter_model.bin",
+    ],
+)
+def test_a_checkpoint_with_a_file_that_is_cut_off_is_not_whole(tmp_path, name, share):
+    checkpoint = write_checkpoint(tmp_path, 3)
+    file = checkpoint / name
+    file.parent.mkdir(exist_ok=True)
+    if name == "rng_state_1.pth":
+        torch.save({"state": 1}, checkpoint / "rng_state_0.pth")
+    if name.endswith(".safetensors"):
+        save_file({"a": torch.ones(20, 30)}, file)
+    else:
+        torch.save({"state": torch.arange(800.0)}, file)
+    assert is_whole(checkpoint)
+    content = file.read_bytes()
+    file.write_bytes(content[: min(int(share * len(content)), len(content) - 1)])
+    assert not is_whole(checkpoint)
+    assert file.name in damage(checkpoint)
+
+
+def index_without(checkpoint, change):
+    index = checkpoint / "model.safetensors.index.json"
+    shard = checkpoint / "model-00001-of-00001.safetensors"
+    if change == "shard missing":
+        shard.unlink()
+    elif change == "shard cut off":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    elif change == "tensor missing":
+        save_file({"a": torch.ones(2, 3)}, shard)
+    elif change == "index empty":
+        index.write_text("")
+    else:
+        index.write_text('{"weight_map": {"a": "../model.safetensors"}}')
+
+
+@pytest.mark.parametrize("change", ["shard missing", "shard cut off", "tensor missing", "index empty", "shard elsewhere"])
+def test_a_sharded_checkpoint_that_is_not_whole(tmp_path, change):
+    checkpoint = write_checkpoint(tmp_path, 3, "model.safetensors.index.json")
+    assert is_whole(checkpoint)
+    index_without(checkpoint, change)
+    assert not is_whole(checkpoint)
+
+
+@pytest.mark.parametrize(("ranks", "missing"), [((0, 1), None), ((0, 1, 2), None), ((1,), 0), ((0,), 1), ((0, 2), 1)])
+def test_a_checkpoint_of_several_processes_needs_each_ones_random_state(tmp_path, ranks, missing):
+    checkpoint = write_checkpoint(tmp_path, 3)
+    for rank in ranks:
+        torch.save({"rank": rank}, checkpoint / f"rng_state_{rank}.pth")
+    assert is_whole(checkpoint) == (missing is None)
+    assert missing is None or f"no rng_state_{missing}.pth" in damage(checkpoint)
+
+
+def test_files_with_wrong_entries_are_not_whole(tmp_path):
+    checkpoint = write_checkpoint(tmp_path, 3)
+    content = (checkpoint / "optimizer.pt").read_bytes()
+    (checkpoint / "optimizer.pt").write_bytes(b"\0" * 400 + content[400:])  # blocks that never reached the disk
+    assert "optimizer.pt" in damage(checkpoint)
+
+
+def test_the_earlier_checkpoint_is_taken_and_reported(tmp_path):
+    for step in (2, 4, 6):
+        write_checkpoint(tmp_path, step)
+    for step, name in ((4, "optimizer.pt"), (6, "adapter_model.safetensors")):
+        (tmp_path / f"checkpoint-{step}" / name).write_bytes(b"")
+    with warnings.catch_warnings(record=True) as caught:
+        assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+    (text,) = [str(warning.message) for warning in caught]
+    assert "checkpoint-6 is not complete" in text and "checkpoint-4 is not complete" in text
+    assert "adapter_model.safetensors is empty" in text and "optimizer.pt is empty" in text
+    assert text.endswith("checkpoint-2 is used")
+
+
 def test_the_last_whole_checkpoint_is_the_one_of_most_steps(tmp_path):
     assert last_checkpoint(tmp_path) is None
     for step in (2, 9, 10):
         write_checkpoint(tmp_path, step)
     (tmp_path / "checkpoint-12").mkdir()
     (tmp_path / "checkpoint-best").mkdir()
-    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+    with pytest.warns(UserWarning, match=r"checkpoint-12 is not complete: no trainer_state.json, .*checkpoint-10 is used"):
+        assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
 
 
 def test_checkpoints_of_which_none_is_whole_are_reported(tmp_path):
@@ -119,8 +217,11 @@ def test_resume_takes_the_last_whole_checkpoint(recipe_file, tmp_path):
     (run / "checkpoint-9").mkdir()
     (run / "checkpoint-8").mkdir()
     (run / "checkpoint-8" / "trainer_state.json").write_text('{"glob')
-    assert OutputFolder(load_recipe(recipe_file, saving)).checkpoint.name == "checkpoint-4"
-    assert main([recipe_file, *saving]) == 0
+    with pytest.warns(UserWarning, match=r"checkpoint-4 is used"):
+        folder = OutputFolder(load_recipe(recipe_file, saving))
+    assert folder.checkpoint.name == "checkpoint-4"
+    with pytest.warns(UserWarning, match=r"checkpoint-4 is used"):
+        assert main([recipe_file, *saving]) == 0
     resumed, whole = read_trace(run / "trace.jsonl").steps, read_trace(tmp_path / "straight" / "trace.jsonl").steps
     keys = ("step", "loss", "norms", "gnmr", "delta_gnmr", "active", "triggered")
     assert [[line[k] for k in keys] for line in resumed] == [[line[k] for k in keys] for line in whole]
@@ -205,6 +306,45 @@ def test_resume_refuses_other_settings(saved, recipe_file, capsys, override):
     error = refused(capsys, recipe_file, "run.resume=auto", "training.max_steps=9", *SAVING, override)
     assert f"{override.split('=')[0]}=" in error and "was started with" in error
     assert files_of(run) == before
+
+
+def rewrite(file, change):
+    tensors = load_file(file)
+    save_file(change(tensors), file, metadata={"format": "pt"})
+
+
+FIRST = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
+MISFITS = {
+    "missing": (lambda t: {k: v for k, v in t.items() if k != FIRST}, "missing: "),
+    "unexpected": (lambda t: {**t, FIRST.replace("layers.0", "layers.7"): t[FIRST].clone()}, "unexpected: "),
+    "other keys": (lambda t: {k.replace("lora_A", "lora_X"): v for k, v in t.items()}, "unexpected: "),
+    "other shape": (lambda t: {**t, FIRST: torch.ones(2, t[FIRST].shape[1])}, "of another shape: "),
+}
+"""What is done to a checkpoint's adapter, and how the refusal begins to name it."""
+
+
+@pytest.mark.parametrize(("change", "message"), MISFITS.values(), ids=MISFITS)
+def test_resume_refuses_an_adapter_that_does_not_fit(saved, recipe_file, capsys, change, message):
+    run, _ = saved
+    rewrite(run / "checkpoint-3" / "adapter_model.safetensors", change)
+    shutil.rmtree(run / "checkpoint-6")
+    before = files_of(run)
+    assert main([recipe_file, "run.resume=auto", *SAVING]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert (
+        error.startswith("error: the weights in")
+        and "do not fit the model" in error
+        and message in error
+        and "lora_" in error
+    )
+    assert files_of(run) == before
+
+
+def test_an_explicit_checkpoint_that_is_cut_off_is_refused(saved, recipe_file, capsys):
+    file = saved[0] / "checkpoint-3" / "optimizer.pt"
+    file.write_bytes(file.read_bytes()[:-100])
+    error = refused(capsys, recipe_file, f"run.resume={saved[0]}/checkpoint-3", *SAVING)
+    assert "expected a complete checkpoint" in error and "optimizer.pt is empty or cut off" in error
 
 
 @pytest.mark.parametrize("text", ["", "model: {name: [", "- a"])

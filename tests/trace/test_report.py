@@ -7,7 +7,10 @@ import html
 import io
 import json
 import math
+import os
+import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -354,6 +357,87 @@ def test_output_paths_are_checked_first(run, tmp_path, monkeypatch, capsys, argu
     assert main(["report", str(run), *arguments]) == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "x.html").exists()
+
+
+PAGES = {
+    "of this version": None,
+    "of version 0.1.0": b'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width='
+    b'device-width, initial-scale=1"><title>GNMR report: run</title><style>body{}</style></head>\n<body>\n</body></html>\n',
+}
+
+
+@pytest.mark.parametrize("content", PAGES.values(), ids=PAGES)
+def test_an_earlier_page_is_replaced(run, tmp_path, content):
+    output = tmp_path / "page.html"
+    if content is None:
+        assert main(["report", str(run), "--output", str(output)]) == 0
+    else:
+        output.write_bytes(content)
+    before = output.stat().st_ino
+    assert main(["report", str(run), "--output", str(output)]) == 0
+    assert output.stat().st_ino != before and output.read_text().startswith("<!doctype html>")
+
+
+FILES_OF_A_RUN = [
+    "trace.jsonl",
+    "summary.json",
+    "recipe.yaml",
+    "adapter_model.safetensors",
+    "README.md",
+    "page.html",
+    "empty",
+]
+
+
+@pytest.mark.parametrize("name", FILES_OF_A_RUN)
+@pytest.mark.parametrize("by_link", [False, True])
+def test_no_other_file_is_replaced(run, tmp_path, capsys, name, by_link):
+    file = tmp_path / name
+    if not name.startswith("trace"):
+        file.write_text("" if name == "empty" else f"<html>mine, on {'<title>GNMR report: '}</html>")
+    else:
+        shutil.copy(run / "trace.jsonl", file)
+    before, output = file.read_bytes(), file
+    if by_link:
+        output = tmp_path / "link.html"
+        output.symlink_to(file)
+    assert main(["report", str(run), "--output", str(output)]) == 2
+    error = capsys.readouterr().err
+    assert (
+        error
+        == f"error: --output {output} exists and is not a page of hf-gnmr report: name another file, or remove it first\n"
+    )
+    assert file.read_bytes() == before and output.is_symlink() == by_link
+
+
+@pytest.mark.parametrize("kind", ["device", "link to a device", "fifo", "link to a folder"])
+@pytest.mark.parametrize(
+    "command", [["report", "RUN"], ["calibrate", "RUN", "--exceedance", "0.1"]], ids=lambda command: command[0]
+)
+def test_only_regular_files_are_written(run, tmp_path, capsys, kind, command):
+    place = tmp_path / "place"
+    if kind == "fifo":
+        os.mkfifo(place)
+    elif kind == "device":
+        place = pathlib.Path("/dev/null")
+    else:
+        place.symlink_to("/dev/null" if kind == "link to a device" else tmp_path)
+    before = os.lstat(place)
+    assert main([argument.replace("RUN", str(run)) for argument in command] + ["--output", str(place)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --output") and error.count("\n") == 1
+    assert os.path.samestat(os.lstat(place), before)
+
+
+def test_figures_replace_only_figures(run, tmp_path, capsys):
+    arguments = ["report", str(run), "--output", str(tmp_path / "p.html"), "--figures", str(tmp_path / "f")]
+    assert main(arguments) == 0 and main(arguments) == 0
+    for number, file in enumerate(sorted((tmp_path / "f").iterdir())[:2]):
+        content = file.read_bytes()
+        file.write_bytes(b"mine" if number else b"\x89PNG mine")
+        assert main(arguments) == 2
+        assert f"--figures: {file} exists and is not a figure of hf-gnmr report" in capsys.readouterr().err
+        file.write_bytes(content)
 
 
 def test_only_one_run_in_an_existing_folder_is_followed(run, tmp_path, capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 from conftest import trace_lines
@@ -78,6 +80,22 @@ def test_a_resumed_run_reports_a_foreign_trace_and_keeps_it(tmp_path, capsys):
     assert "resumed at step 3, but" in out and "is not (or no longer) the trace of this run: a new one begins" in out
     assert "earlier trace lines were set aside" in out
     assert (tmp_path / "trace.1.jsonl").exists() and (tmp_path / "summary.1.json").exists()
+
+
+def test_a_trace_that_others_change_is_reported_once_and_its_summary_keeps_its_number(tmp_path, capsys):
+    journal = Journal(tmp_path / "trace.jsonl", {"run_id": "mine"}, None)
+    write_step(journal, 1, reading_of([1]), None, np.array([False]))
+    (tmp_path / "trace.jsonl").unlink()
+    (tmp_path / "trace.jsonl").write_text("another's")
+    with pytest.warns(UserWarning, match="was replaced by another file during the run"):
+        write_step(journal, 2, reading_of([1]), None, np.array([False]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        write_step(journal, 3, reading_of([1]), None, np.array([False]))
+    journal.close()
+    assert capsys.readouterr().out.count("GNMR: step 2: ") == 1
+    assert (journal.path.name, journal.summary.name) == ("trace.1.jsonl", "summary.1.json")
+    assert (tmp_path / "trace.jsonl").read_text() == "another's"
 
 
 def test_no_summary_without_a_trace(tmp_path):

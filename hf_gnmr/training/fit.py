@@ -1,0 +1,120 @@
+"""Whether a checkpoint's weights are those of the model that is to be resumed from it.
+
+The Trainer loads what fits and skips the rest: training would continue with those weights as they were initialised.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ..backends.units import unwrap
+from ..config import SetupError
+from ..files import FileError
+from .whole import Shapes, shapes_in, shapes_of_shards
+
+SAFETENSORS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER, ADAPTER_BIN = "adapter_model.safetensors", "adapter_model.bin"
+NAMED = 5
+"""Names that a message lists."""
+
+
+def refuse_misfit(model: Any, folder: Path) -> None:
+    """Refuse a checkpoint whose weights are not the model's.
+
+    Args:
+        model: a model under PEFT, whose adapters are compared name by name; any other, of which only shapes are compared
+            here (transformers may store weights under other names: see `checkpoints.load_renamed`).
+        folder: the checkpoint.
+
+    Raises:
+        SetupError: weights that are missing, unexpected or of another shape, by name; or a file that cannot be read.
+    """
+    model = unwrap(model)
+    try:
+        if hasattr(model, "peft_config"):
+            for adapter, place in _adapters(model, folder):
+                _refuse_adapter(model, place, adapter)
+        else:
+            names = stored_shapes(folder)
+            own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+            refuse(folder, reshaped=_reshaped(own, names))
+            if names and not hasattr(model, "save_pretrained"):
+                refuse(folder, missing=own.keys() - names.keys(), unexpected=names.keys() - own.keys())
+    except FileError as error:
+        raise SetupError(f"the checkpoint {folder} cannot be resumed: {error}") from error
+
+
+def refuse(folder: Path, missing: Iterable[str] = (), unexpected: Iterable[str] = (), reshaped: Iterable[str] = ()) -> None:
+    """Raise SetupError if any of these weights of a checkpoint do not fit the model."""
+    parts = [
+        f"{what}: {', '.join(sorted(names)[:NAMED])}{f', … ({len(names)} in all)' if len(names) > NAMED else ''}"
+        for what, names in (("missing", [*missing]), ("unexpected", [*unexpected]), ("of another shape", [*reshaped]))
+        if names
+    ]
+    if parts:
+        raise SetupError(
+            f"the weights in {folder} do not fit the model ({'; '.join(parts)}): resume with the model and adapters of the "
+            "checkpoint"
+        )
+
+
+def stored_shapes(folder: Path) -> Shapes:
+    """Names and shapes of a checkpoint's whole model; empty if it holds none in safetensors files.
+
+    Raises:
+        FileError: a file that is cut off.
+    """
+    if (folder / SAFETENSORS).is_file():  # in the order in which the Trainer reads them
+        return shapes_in(folder / SAFETENSORS)
+    return shapes_of_shards(folder / INDEX) if (folder / INDEX).is_file() else {}
+
+
+def _reshaped(own: Shapes, stored: Shapes) -> list[str]:
+    return [
+        f"{name} ({list(stored[name])} instead of {list(shape)})"
+        for name, shape in own.items()
+        if name in stored and stored[name] != shape
+    ]
+
+
+def _adapters(model: Any, folder: Path) -> list[tuple[str, Path]]:
+    """The model's adapters that the Trainer loads from a checkpoint, and the folders of their files."""
+    active = model.active_adapters[0]
+    below = [f.parent for name in (ADAPTER, ADAPTER_BIN) for f in sorted(folder.glob(f"*/{name}"))]
+    places = [("default" if below else active, folder)] if _weights_of(folder) is not None else []
+    places += [(place.name, place) for place in dict.fromkeys(below)]
+    return [(adapter, place) for adapter, place in places if adapter in model.peft_config]
+
+
+def _weights_of(folder: Path) -> Path | None:
+    return next((folder / name for name in (ADAPTER, ADAPTER_BIN) if (folder / name).is_file()), None)
+
+
+def _refuse_adapter(model: Any, folder: Path, adapter: str) -> None:
+    from peft.utils import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+
+    expected = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+    own = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    weights: dict[str, Any] | None = None
+    if (folder / ADAPTER).is_file():
+        stored = shapes_in(folder / ADAPTER)
+    else:
+        weights = load_peft_weights(str(folder), device="cpu")
+        stored = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if stored == own:
+        return
+    refuse(folder, reshaped=_reshaped(own, stored))
+    # Other versions of PEFT name some weights otherwise, and embeddings may be stored too: PEFT's own loading decides.
+    weights = weights or load_peft_weights(str(folder), device="cpu")
+    try:
+        result = set_peft_model_state_dict(model, weights, adapter_name=adapter)
+    except (KeyError, ValueError, RuntimeError) as error:
+        refuse(folder, own.keys() - stored.keys(), stored.keys() - own.keys())
+        raise SetupError(f"the weights in {folder} do not fit the model: {error}") from error
+    parameters = {name for name, _ in model.named_parameters()}
+    part = re.compile(rf"\.{re.escape(adapter)}(\.|$)")
+    missing = [name for name in result.missing_keys if name in parameters and part.search(name)]
+    refuse(folder, missing, result.unexpected_keys)
