@@ -96,10 +96,9 @@ class TraceWriter:
             self._file = Appended(regular(self.path), new=False)
             self._header = next(self._file.lines())
             return
-        earlier = [file for file in (self.path, *self._beside) if file.exists()]
+        earlier = [file for file in (self.path, *self._beside) if file.is_file()]  # never a device or a folder
         number = free_number(self.path, *self._beside)
         for file in earlier:
-            regular(file)
             os.replace(file, numbered(file, number))
         if self.path in earlier:
             self.set_aside = numbered(self.path, number)

@@ -598,15 +598,17 @@ def test_wrong_arguments_are_refused_at_construction(arguments, message):
         GNMRCallback(**arguments)
 
 
-def test_a_trace_deleted_during_the_run_costs_the_summary_and_nothing_else(trainer_for, tiny, tmp_path):
+def test_a_trace_deleted_during_the_run_is_written_again_and_costs_nothing(trainer_for, tiny, tmp_path):
     def delete(model):
         (tmp_path / "run" / "trace.jsonl").unlink()
         return lambda: None
 
     trainer = trainer_for(with_lora(load_int8(tiny)), GNMRCallback(), AtStep(5, delete))
-    with pytest.warns(UserWarning, match="no summary.json: .*no such trace"):
+    with pytest.warns(UserWarning, match="trace.jsonl was deleted or moved away during the run: it was written again"):
         trainer.train()
     assert trainer.state.global_step == 6
+    assert [line["step"] for line in trace_lines(tmp_path / "run")[1]] == list(range(1, 7))
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["missing_steps"] == 0
 
 
 @pytest.mark.parametrize(
