@@ -125,7 +125,7 @@ def overwrite(path):
 @pytest.mark.parametrize(
     ("do", "left"),
     [(to(0), []), (to(10), []), (to(-1), [1, 2]), (to(-12), [1, 2]), (to(-13), [1]), (overwrite, [])],
-    ids=str,
+    ids=["to nothing", "in the header", "by one byte", "by the last line but one byte", "by the last line", "overwritten"],
 )
 def test_a_truncated_trace_continues_with_what_is_left(writer, tmp_path, do, left):
     do(writer.path)
