@@ -7,6 +7,7 @@ layer and expert, and some configurations make a list as long as a number says.
 from __future__ import annotations
 
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ def on_meta(config: Any, section: ModelSection, dtype: torch.dtype) -> Any:
     return model
 
 
-def check_folder(folder: str | Path, where: str) -> None:
+def check_folder(folder: str | os.PathLike[str], where: str) -> None:
     """Refuse a local folder in which a file that would be read is no regular one, or a JSON file is beyond its size.
 
     Raises:
