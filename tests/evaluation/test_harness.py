@@ -83,7 +83,7 @@ def test_choices_that_bf16_cannot_tell_apart_are_not_decided_by_order(tmp_path):
 
         def forward(self, ids, **ignored):
             logits = torch.zeros(*ids.shape, 288, dtype=torch.bfloat16)
-            logits[..., ord("b")] = 2**-6
+            logits[..., byte_tokenizer()("b", add_special_tokens=False)["input_ids"][-1]] = 2**-6
             return SimpleNamespace(logits=logits)
 
         def tie_weights(self):
