@@ -65,7 +65,7 @@ def test_recovery_with_a_trained_adapter_is_the_bf16_model_up_to_peft_s_rounding
     off = {name: np.abs(losses[name] / losses["bf16"] - 1).max() for name in ("recovery", "low")}
     assert off["recovery"] < 5e-3, off
     # Where BF16 products are emulated, PEFT's rounding is nearly as large as INT8's on a model this small.
-    margin = 2 if bf16_in_hardware() else 1.2
+    margin = 2 if bf16_in_hardware() else 1
     assert off["low"] > margin * off["recovery"], "INT8 is farther away"
 
 
