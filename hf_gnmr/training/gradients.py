@@ -154,7 +154,7 @@ class GradientNorms:
         return reading
 
     def _add_agreed(self, vector: StepVector) -> None:
-        """Append what all processes must know alike: the fewest backward passes on any, and where a forward failed on any."""
+        """Append what all processes must know: the fewest backward passes on any, and where a forward failed on any."""
         count = torch.tensor([-float(self._backwards)], device=self.norms.home)
         agreed = count if self._probe is None else torch.cat([count, self._probe.values().to(self.norms.home)])
         if is_distributed():
