@@ -35,8 +35,9 @@ _HELD: dict[Path, _Held] = {}
 
 
 def lock_file(trace: Path) -> Path:
-    """The lock of a trace."""
-    return Path(os.path.realpath(trace.parent)) / f".{trace.name}.lock"
+    """The lock of a trace, beside the file that links lead to."""
+    real = Path(os.path.realpath(trace))
+    return real.with_name(f".{real.name}.lock")
 
 
 def hold(trace: Path) -> Path:
