@@ -8,11 +8,12 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import bf16_in_hardware, byte_tokenizer, load_bf16
+from conftest import byte_tokenizer, load_bf16
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("lm_eval")
 
-from evaluation_runs import evaluate, result
+from evaluation_runs import copied, evaluate, result
 
 from hf_gnmr.evaluation.smoke import smoke_text
 from hf_gnmr.evaluation.tokens import own_task
@@ -50,23 +51,24 @@ def test_precisions_are_different_models_and_say_what_they_are(runs):
 
 def test_recovery_with_a_trained_adapter_is_the_bf16_model_up_to_peft_s_rounding(runs, tmp_path):
     """PEFT adds the adapter in fp32 over plain linears and in BF16 over 8-bit ones: 0.5% of a block's loss."""
-    adapter = tmp_path / "adapter"
+    # A tenth of the adapter: PEFT's rounding shrinks with it, INT8's does not; else both are alike on a model this small.
+    run, adapter = copied(runs / "gnmr", tmp_path / "run"), tmp_path / "adapter"
+    tensors = load_file(run / "adapter_model.safetensors")
+    save_file({k: v * (0.1 if ".lora_B." in k else 1.0) for k, v in tensors.items()}, run / "adapter_model.safetensors")
     adapter.mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
-        shutil.copy(runs / "gnmr" / name, adapter)
+        shutil.copy(run / name, adapter)
     evaluate(adapter, "--output", tmp_path / "bf16", "--block", "128", tasks=TOKENS)
     scored = {"bf16": result(tmp_path / "bf16", "recovery", "wikitext_tokens")}
     for precision in ("recovery", "low"):
         options = ("--precision", precision, "--output", tmp_path / "gnmr", "--block", "128")
-        evaluate(runs / "gnmr", *options, tasks=TOKENS)
+        evaluate(run, *options, tasks=TOKENS)
         scored[precision] = result(tmp_path / "gnmr", precision, "wikitext_tokens")
     losses = {name: np.array(list(r["per_item"]["token_perplexity"].values())) for name, r in scored.items()}
     assert "bfloat16" in scored["bf16"]["model"] and "BF16 path" in scored["recovery"]["model"]
     off = {name: np.abs(losses[name] / losses["bf16"] - 1).max() for name in ("recovery", "low")}
     assert off["recovery"] < 5e-3, off
-    # Where BF16 products are emulated, PEFT's rounding is nearly as large as INT8's on a model this small.
-    margin = 2 if bf16_in_hardware() else 1
-    assert off["low"] > margin * off["recovery"], "INT8 is farther away"
+    assert off["low"] > 2 * off["recovery"], "INT8 is farther away"
 
 
 @pytest.mark.parametrize("kind", ["ia3", "lokr"])
