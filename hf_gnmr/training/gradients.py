@@ -101,6 +101,7 @@ class GradientNorms:
         Raises:
             SetupError: the gradient is not the one that was measured, or cannot be monitored.
         """
+        self._refuse_other_parameters()
         vector, self._pending = self._pending, None
         if vector is not None and self._marks.removed():  # the loop threw the step's gradient away
             vector = None
@@ -153,8 +154,7 @@ class GradientNorms:
         return reading
 
     def _add_agreed(self, vector: StepVector) -> None:
-        """Append what all processes must know alike, since they decide alike: the number of backward passes (the fewest on
-        any), and where a forward was not finite (on any)."""
+        """Append what all processes must know: the fewest backward passes on any, and where a forward failed on any."""
         count = torch.tensor([-float(self._backwards)], device=self.norms.home)
         agreed = count if self._probe is None else torch.cat([count, self._probe.values().to(self.norms.home)])
         if is_distributed():
@@ -163,8 +163,7 @@ class GradientNorms:
 
     def _all_finite(self) -> bool:
         """Whether the gradients, which were not measured in the backward, are finite (after clipping, possibly)."""
-        norms, _ = self.norms.measure()
-        return bool(torch.isfinite(norms).all())
+        return bool(torch.isfinite(self.norms.measure()[0]).all())
 
     @property
     def last_micro_batch(self) -> bool:
@@ -173,8 +172,7 @@ class GradientNorms:
 
     def holds_unseen_gradient(self) -> bool:
         """Whether the units hold a gradient although no backward was seen: it came about where it cannot be read."""
-        gradients = [p.grad for p in self.parameters[: self.norms.in_units] if p.grad is not None]
-        return any_nonzero(gradients)
+        return any_nonzero([p.grad for p in self.parameters[: self.norms.in_units] if p.grad is not None])
 
     def _refuse_stale(self, vector: StepVector) -> None:
         """Raise SetupError if the vector does not describe the gradient that the optimizer is about to use."""
@@ -184,6 +182,9 @@ class GradientNorms:
                 "parameters were updated between the backward and the reading: the norms must be read before the "
                 "optimizer's step (and before clipping)"
             )
+
+    def _refuse_other_parameters(self) -> None:
+        """Raise SetupError if other parameters are trained than when training began."""
         if any(p.requires_grad for p in self._frozen):
             raise SetupError(
                 "parameters that were frozen when training began have become trainable (another adapter was made active, or "

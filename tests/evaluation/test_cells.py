@@ -42,6 +42,7 @@ def test_every_column_is_written_so(text):
     cell = {
         "value": text, "stderr": text, "n": text, "shots": [text], "limit": text, "settings": {text: 1}, "dtype": text,
         "lm_eval": text, "difference": dict.fromkeys(("value", "low", "high", "items", "within_noise"), text),
+        "scoring": {"batch": text, "softmax": text},
     }  # fmt: skip
     rows = list(csv.reader(io.StringIO(as_csv({"rows": {text: {text: cell}}}), newline="")))
     assert rows[0] == list(CSV_COLUMNS) and all(value.startswith("'") for value in rows[1])

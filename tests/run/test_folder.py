@@ -292,7 +292,6 @@ def saved(recipe_file, tmp_path):
     "override",
     [
         "training.learning_rate=1e-2",
-        "training.per_device_train_batch_size=2",
         "training.bf16=true",
         "training.seed=5",
         "gnmr.alpha=1.3",

@@ -9,7 +9,7 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import trace_lines
+from conftest import bf16_in_hardware, trace_lines
 
 from hf_gnmr import GNMRCallback
 from hf_gnmr.run.folder import is_whole
@@ -57,9 +57,11 @@ def test_a_stored_run_resumes_to_the_stored_steps(resumed):
     assert any(line["active"] for line in stored_after), "the stored steps must lift something"
     for field in ("active", "triggered"):
         assert [line[field] for line in after] == [line[field] for line in stored_after], field
+    # The stored runs multiplied BF16 with the CPU's own kernels; where they are emulated, float32 kernels round elsewhere.
+    rtol = 1e-3 if bf16_in_hardware() else 5e-2
     for field in ("loss", "grad_norm", "norms"):
         np.testing.assert_allclose(
-            [line[field] for line in after], [line[field] for line in stored_after], rtol=1e-3, err_msg=field
+            [line[field] for line in after], [line[field] for line in stored_after], rtol=rtol, err_msg=field
         )
 
 

@@ -61,10 +61,10 @@ def test_a_flag_that_a_literal_does_not_name_is_refused():
 @pytest.mark.parametrize(
     ("key", "value", "bounds"),
     [
-        ("lora.r", 0, "expected a finite number, at least 1"),
+        ("lora.r", 0, "expected a finite number, at least 1 and at most 65,536"),
         ("lora.lora_dropout", 1.5, "expected a finite number, at least 0 and at most 1"),
-        ("training.max_steps", 0, "expected a finite number, at least 1"),
-        ("training.max_steps", -2, "expected a finite number, at least 1"),
+        ("training.max_steps", 0, "expected a finite number, at least 1 and at most 1,000,000,000"),
+        ("training.max_steps", -2, "expected a finite number, at least 1 and at most 1,000,000,000"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_its_bounds(key, value, bounds):

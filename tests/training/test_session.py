@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers as hf
 from conftest import load_int8, token_rows, trace_lines, with_lora
+from safetensors.torch import save_file
 from transformers import TrainerCallback
 
 from hf_gnmr import ConfigError, GNMRCallback, GNMRSession, SetupError, last_checkpoint
@@ -367,7 +368,12 @@ def test_the_last_complete_checkpoint_is_found_by_name_and_content(tmp_path):
     def make(name, *files):
         (tmp_path / name).mkdir()
         for file in files:
-            (tmp_path / name / file).write_text("{}")
+            if file.endswith(".pt"):
+                torch.save({}, tmp_path / name / file)
+            elif file.endswith(".safetensors"):
+                save_file({"weight": torch.zeros(1)}, tmp_path / name / file)
+            else:
+                (tmp_path / name / file).write_text("{}")
 
     whole = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "adapter_model.safetensors")
     assert last_checkpoint(tmp_path) is None
