@@ -154,6 +154,7 @@ def run_task(
     output = evaluator.simple_evaluate(
         model=lm,
         tasks=list(tasks.values()),
+        task_manager=_manager(),  # without it lm-eval reads all its definitions again
         num_fewshot=options.shots if request.task.takes("shots") else None,
         limit=options.limit,
         bootstrap_iters=1000,

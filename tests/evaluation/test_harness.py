@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("inside_tmp_path")
 def test_a_base_through_our_loader_is_the_base_through_plain_lm_eval(tiny_lm, tmp_path, task):
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
 
     evaluate(tiny_lm, "--output", tmp_path, "--limit", "2", "--max-gen-tokens", "8", "--batch-size", "1", tasks=[task])
     scored = result(tmp_path, "recovery", task)
@@ -41,6 +42,7 @@ def test_a_base_through_our_loader_is_the_base_through_plain_lm_eval(tiny_lm, tm
             batch_size=1,
         ),
         tasks=list(harness_tasks(parse_tasks([task])[0], "builtin").values()),
+        task_manager=TaskManager(include_defaults=False),  # the tasks are given: its definitions are not needed
         limit=2,
         bootstrap_iters=0,
         gen_kwargs="max_gen_toks=8" if task == "gsm8k" else None,
