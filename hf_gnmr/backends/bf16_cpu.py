@@ -153,18 +153,21 @@ def _override() -> torch.library.Library:
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
     """(n, k) by (k, m)."""
+    _refuse_mixed(a, b)
     x, y = _wide(a), _wide(b)
     return _narrow(ATEN.mm.out(x, y, out=x.new_empty(a.shape[0], b.shape[1])), a)
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
     """(batch, n, k) by (batch, k, m)."""
+    _refuse_mixed(a, b)
     x, y = _wide(a), _wide(b)
     return _narrow(ATEN.bmm.out(x, y, out=x.new_empty(a.shape[0], a.shape[1], b.shape[2])), a)
 
 
 def addmm(c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """beta c + alpha (a by b), rounded once."""
+    _refuse_mixed(a, b, c)
     x, y = _wide(a), _wide(b)
     out = x.new_empty(a.shape[0], b.shape[1])
     return _narrow(ATEN.addmm.out(_wide(c), x, y, beta=beta, alpha=alpha, out=out), a)
@@ -172,6 +175,7 @@ def addmm(c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> 
 
 def baddbmm(c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """beta c + alpha (a by b), batched, rounded once."""
+    _refuse_mixed(a, b, c)
     x, y = _wide(a), _wide(b)
     out = x.new_empty(a.shape[0], a.shape[1], b.shape[2])
     return _narrow(ATEN.baddbmm.out(_wide(c), x, y, beta=beta, alpha=alpha, out=out), a)
@@ -193,6 +197,12 @@ def attention_backward(native: Any, grad: Tensor, query: Tensor, *rest: Any, **o
     tensors = [_wide(value) if isinstance(value, Tensor) else value for value in (grad, query, *rest)]
     options = {key: _wide(value) if isinstance(value, Tensor) else value for key, value in options.items()}
     return tuple(_narrow(out, query) for out in native.call_boxed(keys, *tensors, **options))
+
+
+def _refuse_mixed(*tensors: Tensor) -> None:
+    """Raise RuntimeError for several dtypes, as the CPU's own products do: an error must not depend on the CPU."""
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        raise RuntimeError(f"expected matrices of the same dtype, got {', '.join(str(tensor.dtype) for tensor in tensors)}")
 
 
 def _wide(tensor: Tensor) -> Tensor:

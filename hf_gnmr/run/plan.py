@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from ..config import ConfigError, SetupError, parse_bytes
@@ -16,10 +17,18 @@ from .emulated import kernels
 from .plan_figures import plan
 from .recipe import find_recipe, load_recipe
 
-RUN_FILES = ("trace.jsonl", "environment.json", "summary.json")
+RUN_FILES = (
+    "trace*.jsonl", "environment*.json", "summary*.json", "results.json", "adapter_*", "model*.safetensors*", "checkpoint-*",
+)  # fmt: skip
 """Beside a recipe, they show that it is a run's own, which may come from someone else."""
 
 __all__ = ["in_words", "main", "plan"]
+
+
+def _of_a_run(path: Path) -> bool:
+    """Whether a recipe, or the file that it links to, lies in the folder of a run."""
+    folders = {path.parent, path.resolve().parent}
+    return any(True for folder in folders for pattern in RUN_FILES for _ in folder.glob(pattern))
 
 
 @cleaned
@@ -40,11 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         limit = None if options.device_memory is None else parse_bytes("--device-memory", options.device_memory)
         path = find_recipe(options.recipe)
         recipe = load_recipe(path, options.overrides)
-        if (
-            recipe.model.trust_remote_code
-            and not options.trust_remote_code
-            and any(path.with_name(name).exists() for name in RUN_FILES)
-        ):
+        if recipe.model.trust_remote_code and not options.trust_remote_code and _of_a_run(path):
             raise ConfigError(
                 f"{options.recipe} is the recipe of a run and asks to run code that comes with {recipe.model.name}: give "
                 "--trust-remote-code if you trust the author of that code and of the recipe"

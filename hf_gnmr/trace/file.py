@@ -223,7 +223,7 @@ def refuse_place(path: str | os.PathLike[str], *, named: bool) -> None:
 def _readable(file: Appended, header: bytes) -> Iterator[bytes]:
     """The header, and the whole lines of steps that still follow it in `file`."""
     yield header
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         for number, line in enumerate(file.lines()):
             if number == 0 and line != header:
                 return
@@ -294,8 +294,8 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 def _same_run(path: Path, header: dict[str, Any]) -> bool:
     """Whether `path` is the trace of the same run, with the same units under the same settings."""
     try:
-        with path.open(encoding="utf-8") as file:
-            old = json.loads(file.readline())
+        with open_regular(path, MAX_TRACE_BYTES) as file:
+            old = parse_json(next(lines_of(file, path, MAX_TRACE_LINE_BYTES), b""), str(path))
     except (OSError, ValueError):
         return False
     names = ("run_id", "units", "config", "max_o", "trigger", "backend")
@@ -317,7 +317,7 @@ def _cut_after(path: Path, step: int) -> tuple[Path | None, int]:
         try:
             record = json.loads(line)
             keep = line.endswith(b"\n") and (number == 0 or record["step"] <= step)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             keep = False
         if not keep:
             break

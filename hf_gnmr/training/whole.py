@@ -5,13 +5,16 @@ A process that is killed while it saves, a full disk or an interrupted copy leav
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import os
 import re
 import zipfile
 from pathlib import Path
 
 from ..files import FileError, read_json
+from ..reading import MAX_DATA_BYTES, open_regular
 
 STATE = "trainer_state.json"
 """The Trainer writes it last."""
@@ -60,8 +63,10 @@ def _missing_rank(checkpoint: Path) -> str | None:
     """A run of several processes writes rng_state_0.pth, rng_state_1.pth, …, each by its own process."""
     matches = [re.fullmatch(r"rng_state_(\d+)\.pth", file.name) for file in checkpoint.iterdir()]
     ranks = {int(match[1]) for match in matches if match is not None}
-    missing = sorted(set(range(max(2, max(ranks) + 1))) - ranks) if ranks else []
-    return f"no rng_state_{missing[0]}.pth, but those of other processes" if missing else None
+    first_missing = next(rank for rank in itertools.count() if rank not in ranks)
+    if ranks and first_missing < max(2, max(ranks) + 1):
+        return f"no rng_state_{first_missing}.pth, but those of other processes"
+    return None
 
 
 def shapes_in(file: Path) -> Shapes:
@@ -70,8 +75,8 @@ def shapes_in(file: Path) -> Shapes:
     Raises:
         FileError: the file is cut off, longer than its header says, or no safetensors file.
     """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
+    with open_regular(file, MAX_DATA_BYTES) as stream:
+        size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, LONGEST_HEADER):
             raise FileError(f"{file} is empty or cut off within its header ({size} bytes)")
@@ -125,7 +130,7 @@ def check_torch_file(file: Path) -> None:
     Raises:
         FileError: empty, cut off, or an archive whose entries are not where its directory says.
     """
-    with file.open("rb") as stream:
+    with open_regular(file, MAX_DATA_BYTES) as stream:
         start = stream.read(2)
         if start == b"\x80\x02":  # torch's format before 1.6: a pickle without an end mark
             return
