@@ -5,7 +5,9 @@ The Trainer loads what fits and skips the rest: training would continue with tho
 
 from __future__ import annotations
 
+import pickle
 import re
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,11 @@ from typing import Any
 from ..backends.units import unwrap
 from ..config import SetupError
 from ..files import FileError
-from .whole import Shapes, shapes_in, shapes_of_shards
+from .whole import Shapes, check_torch_file, shapes_in, shapes_of_shards
 
 SAFETENSORS, INDEX = "model.safetensors", "model.safetensors.index.json"
+BIN = "pytorch_model.bin"
+"""Written by older versions of transformers; the Trainer still reads it."""
 ADAPTER, ADAPTER_BIN = "adapter_model.safetensors", "adapter_model.bin"
 NAMED = 5
 """Names that a message lists."""
@@ -26,7 +30,8 @@ def refuse_misfit(model: Any, folder: Path) -> None:
 
     Args:
         model: a model under PEFT, whose adapters are compared name by name; any other, of which only shapes are compared
-            here (transformers may store weights under other names: see `checkpoints.load_renamed`).
+            here (transformers may store weights under other names: see `checkpoints.load_renamed`). The Trainer skips
+            adapters that are stored under another name, and reads a whole model's file in their place.
         folder: the checkpoint.
 
     Raises:
@@ -34,14 +39,20 @@ def refuse_misfit(model: Any, folder: Path) -> None:
     """
     model = unwrap(model)
     try:
-        if hasattr(model, "peft_config"):
-            for adapter, place in _adapters(model, folder):
-                _refuse_adapter(model, place, adapter)
+        adapted = hasattr(model, "peft_config")
+        if adapted and not any((folder / name).is_file() for name in (SAFETENSORS, BIN)):
+            adapters = _adapters(model, folder)
+            _refuse_unread(model, folder, adapters)
+            for adapter, place in adapters.items():
+                if adapter in model.peft_config:
+                    _refuse_adapter(model, place, adapter)
         else:
             names = stored_shapes(folder)
             own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
             refuse(folder, reshaped=_reshaped(own, names))
-            if names and not hasattr(model, "save_pretrained"):
+            if adapted:  # the Trainer reads a whole model's file before any adapter's
+                refuse(folder, missing=_trainable(model) - names.keys(), unexpected=names.keys() - own.keys())
+            elif names and not hasattr(model, "save_pretrained"):
                 refuse(folder, missing=own.keys() - names.keys(), unexpected=names.keys() - own.keys())
     except FileError as error:
         raise SetupError(f"the checkpoint {folder} cannot be resumed: {error}") from error
@@ -62,13 +73,15 @@ def refuse(folder: Path, missing: Iterable[str] = (), unexpected: Iterable[str] 
 
 
 def stored_shapes(folder: Path) -> Shapes:
-    """Names and shapes of a checkpoint's whole model; empty if it holds none in safetensors files.
+    """Names and shapes of a checkpoint's whole model; empty if it holds none.
 
     Raises:
         FileError: a file that is cut off.
     """
     if (folder / SAFETENSORS).is_file():  # in the order in which the Trainer reads them
         return shapes_in(folder / SAFETENSORS)
+    if (folder / BIN).is_file():
+        return _shapes_in_bin(folder / BIN)
     return shapes_of_shards(folder / INDEX) if (folder / INDEX).is_file() else {}
 
 
@@ -80,13 +93,37 @@ def _reshaped(own: Shapes, stored: Shapes) -> list[str]:
     ]
 
 
-def _adapters(model: Any, folder: Path) -> list[tuple[str, Path]]:
-    """The model's adapters that the Trainer loads from a checkpoint, and the folders of their files."""
+def _shapes_in_bin(file: Path) -> Shapes:
+    import torch
+
+    check_torch_file(file)
+    try:
+        # Mapped, no tensor's data is read; torch's format before 1.6 cannot be mapped.
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    except (pickle.UnpicklingError, RuntimeError, AttributeError) as error:
+        raise FileError(f"{file} cannot be read as a model's weights: {error}") from error
+
+
+def _trainable(model: Any) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _adapters(model: Any, folder: Path) -> dict[str, Path]:
+    """Folders of the adapters that the Trainer loads from a checkpoint, also of those that the model does not have."""
     active = model.active_adapters[0]
     below = [f.parent for name in (ADAPTER, ADAPTER_BIN) for f in sorted(folder.glob(f"*/{name}"))]
-    places = [("default" if below else active, folder)] if _weights_of(folder) is not None else []
-    places += [(place.name, place) for place in dict.fromkeys(below)]
-    return [(adapter, place) for adapter, place in places if adapter in model.peft_config]
+    places = {"default" if below else active: folder} if _weights_of(folder) is not None else {}
+    return places | {place.name: place for place in below}
+
+
+def _refuse_unread(model: Any, folder: Path, adapters: dict[str, Path]) -> None:
+    """Refuse a checkpoint of adapters that leaves another adapter, which is trained, as it was initialised."""
+    unread = [re.compile(rf"\.{re.escape(name)}(\.|$)") for name in model.peft_config if name not in adapters]
+    if adapters:
+        missing = [name for name in _trainable(model) if any(part.search(name) for part in unread)]
+        unexpected = [f"the adapter {name}" for name in adapters if name not in model.peft_config] if missing else []
+        refuse(folder, missing, unexpected)
 
 
 def _weights_of(folder: Path) -> Path | None:

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from conftest import load_int8, random_llama, trace_lines, with_lora
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -132,6 +133,97 @@ def test_a_model_of_plain_torch_is_compared_name_by_name(tmp_path):
     save_file({"0.weight": torch.ones(2, 2), "1.bias": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(SetupError, match=r"missing: 0\.bias; unexpected: 1\.bias"):
         refuse_misfit(model, tmp_path)
+
+
+def bin_from(folder, change, zipped=True):
+    """A checkpoint's whole model in the file that older versions of transformers wrote."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_whole_model_in_a_torch_file_fits(tmp_path, zipped):
+    model = random_llama()
+    model.save_pretrained(tmp_path)
+    bin_from(tmp_path, lambda tensors: None, zipped)
+    refuse_misfit(model, tmp_path)
+    assert load_renamed(model, tmp_path) == []
+
+
+def test_a_whole_model_in_a_torch_file_that_does_not_fit_is_refused(tmp_path):
+    model = random_llama()
+    model.save_pretrained(tmp_path)
+    bin_from(tmp_path, lambda tensors: tensors.pop("model.norm.weight"))
+    with pytest.raises(SetupError, match=r"missing: model\.norm\.weight\)"):
+        load_renamed(model, tmp_path)
+    file = tmp_path / "pytorch_model.bin"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(SetupError, match="pytorch_model.bin is empty or cut off"):
+        refuse_misfit(model, tmp_path)
+
+
+@pytest.mark.parametrize("beside_an_adapter", [False, True])
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_whole_model_is_no_checkpoint_of_adapters(tmp_path, kind, beside_an_adapter):
+    """The Trainer reads the whole model's file first, skips all its names, and keeps the adapters as initialised."""
+    model = with_lora(random_llama(), target_modules=["q_proj"])
+    if beside_an_adapter:
+        model.save_pretrained(tmp_path)
+    random_llama().save_pretrained(tmp_path)
+    if kind == "bin":
+        bin_from(tmp_path, lambda tensors: None)
+    with pytest.raises(SetupError, match=r"missing: .*q_proj.lora_A.default.weight.*; unexpected: lm_head.weight"):
+        refuse_misfit(model, tmp_path)
+
+
+def test_a_whole_model_with_its_adapters_fits(tmp_path):
+    model = with_lora(random_llama(), target_modules=["q_proj"])
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors")
+    refuse_misfit(model, tmp_path)
+
+
+def named(*adapters):
+    """A model with these adapters, of which the last is trained."""
+    settings = LoraConfig(r=4, target_modules=["q_proj"])
+    model = get_peft_model(random_llama(), settings, adapter_name=adapters[0])
+    for name in adapters[1:]:
+        model.add_adapter(name, settings)
+    model.set_adapter(adapters[-1])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("stored", "resumed"),
+    [(["a"], ["a"]), (["a", "b"], ["a", "b"]), (["default"], ["b"]), (["a", "b"], ["b"]), (["b"], ["frozen", "b"])],
+    ids=str,
+)
+def test_an_adapter_that_is_trained_and_stored_fits(tmp_path, stored, resumed):
+    """A file without a folder of an adapter's name goes to the active one, and adapters that are not trained may differ."""
+    named(*stored).save_pretrained(tmp_path)
+    refuse_misfit(named(*resumed), tmp_path)
+
+
+@pytest.mark.parametrize(("stored", "resumed"), [(["a"], ["b"]), (["a", "c"], ["a", "b"])], ids=str)
+def test_an_adapter_of_another_name_is_not_resumed_from(tmp_path, stored, resumed):
+    """PEFT adds it beside the trained one, which stays as it was initialised."""
+    named(*stored).save_pretrained(tmp_path)
+    with pytest.raises(SetupError, match=rf"missing: .*q_proj.lora_A.b.weight.*; unexpected: the adapter {stored[-1]}\)"):
+        refuse_misfit(named(*resumed), tmp_path)
+
+
+@pytest.mark.parametrize("trainer_class", [None, GNMRTrainer], ids=["callback alone", "mixin"])
+def test_a_trainer_does_not_resume_from_another_adapter(trainer_for, tmp_path, trainer_class):
+    settings = {**SETTINGS, "backend": "none"}
+    trainer_for(
+        named("a"), GNMRCallback(**settings), output_dir=str(tmp_path), save_strategy="steps", save_steps=2, max_steps=4
+    ).train()
+    options = {} if trainer_class is None else {"trainer_class": trainer_class}
+    trainer = trainer_for(named("b"), GNMRCallback(**settings), output_dir=str(tmp_path), max_steps=4, **options)
+    with pytest.raises(SetupError, match=r"missing: .*q_proj.lora_A.b.weight"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert trainer.state.global_step <= 2
 
 
 @pytest.fixture
