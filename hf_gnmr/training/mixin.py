@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import Trainer
+from transformers.trainer_pt_utils import LabelSmoother
 
 from .callback import GNMRCallback
 from .checkpoints import load_renamed
@@ -59,5 +60,21 @@ class GNMRTrainerMixin:
         load_renamed(self.model, Path(self.state.best_model_checkpoint))
 
 
+class Float32LabelSmoother(LabelSmoother):
+    """transformers' label smoothing with the log-softmax in float32, as its other losses have it.
+
+    Its own takes it in the dtype of the logits: a loss of a BF16 model without autocast is rounded to BF16's three digits.
+    """
+
+    def __call__(self, model_output: Any, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
+        return super().__call__({"logits": logits.float()}, labels, *args, **kwargs)
+
+
 class GNMRTrainer(GNMRTrainerMixin, Trainer):
     """The Trainer that `hf_gnmr.train` runs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.args.label_smoothing_factor != 0:
+            self.label_smoother = Float32LabelSmoother(epsilon=self.args.label_smoothing_factor)

@@ -8,13 +8,14 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from conftest import byte_tokenizer, load_int8, token_rows, trace_lines, with_lora
+from conftest import byte_tokenizer, load_int8, random_llama, token_rows, trace_lines, with_lora
 from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from hf_gnmr import GNMRCallback, GNMRTrainerMixin
 from hf_gnmr.backends.bnb.switchable import SwitchableLinear8bitLt
+from hf_gnmr.training.mixin import GNMRTrainer
 
 MOVING = {"max_o": 1, "alpha": 0.9, "alpha_init_fraction": 0.0}
 
@@ -207,6 +208,28 @@ def test_saved_activations_moved_to_the_host_and_noise_on_embeddings(trainer_for
 
 
 # -- TRL -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_label_smoothing_is_computed_in_float32(trainer_for, bf16):
+    """Of BF16 logits too, where transformers' own rounds each loss to three digits."""
+    rows = token_rows(4, seed=9)
+    model = random_llama().bfloat16()
+    trainer = trainer_for(
+        model,
+        GNMRCallback(**MOVING, backend="none"),
+        trainer_class=GNMRTrainer,
+        eval_dataset=rows,
+        per_device_eval_batch_size=4,
+        label_smoothing_factor=0.1,
+        bf16=bf16,
+    )
+    loss = trainer.evaluate()["eval_loss"]
+    ids = torch.tensor([row["input_ids"] for row in rows])
+    with torch.no_grad():
+        logits = trainer.model(input_ids=ids).logits.double()
+    flat, labels = logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+    assert loss == pytest.approx(torch.nn.functional.cross_entropy(flat, labels, label_smoothing=0.1).item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["peft_config", "peft model", "packing"])
