@@ -35,8 +35,8 @@ class Appended:
         self._size = os.fstat(self._descriptor).st_size
 
     def fault(self) -> str | None:
-        """What became of the file since the last write: "deleted" (or moved away), "replaced", "truncated" (or overwritten);
-        None: nothing."""
+        """What became of the file since the last write: "deleted" (or moved away), "replaced", "truncated" (overwritten, or
+        appended to by others); None: nothing."""
         assert self._descriptor is not None
         try:
             named = os.stat(self.path)
@@ -46,7 +46,7 @@ class Appended:
         if not os.path.samestat(own, named):
             return "replaced"
         place = self._size - len(self._tail)
-        if own.st_size < self._size or os.pread(self._descriptor, len(self._tail), place) != self._tail:
+        if own.st_size != self._size or os.pread(self._descriptor, len(self._tail), place) != self._tail:
             return "truncated"
         return None
 

@@ -29,16 +29,16 @@ class GradientMarks:
         distinct = list({id(p): p for p in parameters}.values())
         chosen = np.unique(np.linspace(0, len(distinct) - 1, min(MOST, len(distinct))).astype(int))
         self._parameters = [distinct[i] for i in chosen]
-        self._marks: list[tuple[Tensor, int] | None] = []
+        self._marks: list[tuple[int, int] | None] = []
         self.take()
 
     def take(self) -> None:
-        """Remember the gradients as they are now (references, no copies)."""
+        """Remember the gradients as they are now, without keeping them alive."""
         gradients = [p.grad for p in self._parameters]
-        self._marks = [None if g is None else (g, g._version) for g in gradients]
+        self._marks = [None if g is None else (id(g), g._version) for g in gradients]
 
     def release(self) -> None:
-        """Hold no gradient any more."""
+        """Forget them."""
         self._marks = [None] * len(self._parameters)
 
     def unchanged(self) -> bool:
@@ -48,7 +48,7 @@ class GradientMarks:
             if mark is None:
                 if gradient is not None:
                     return False
-            elif gradient is not mark[0] or gradient._version != mark[1]:
+            elif gradient is None or (id(gradient), gradient._version) != mark:
                 return False
         return True
 

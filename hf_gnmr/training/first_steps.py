@@ -67,7 +67,8 @@ class FirstSteps:
         """
         if self._reports():
             self._windows.saw(min(micro_batches, reading.backwards))
-        if skipped is not None and reading.backwards < micro_batches and not self._said_short:
+        short = reading.backwards < max(micro_batches, 1)  # a custom loop counts its micro-batches by their backward passes
+        if skipped is not None and short and not self._said_short:
             self._said_short = True
             self._say(
                 f"step {step}: {skipped}. Such steps are in the trace, but not in the history, and change no path (this is "

@@ -90,3 +90,8 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
     elif isinstance(values, (tuple, list)):
         for value in values:
             yield from tensors_in(value)
+
+
+def queue_callback(function: Any) -> None:
+    """Have the autograd engine call `function` at the end of the running backward."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]

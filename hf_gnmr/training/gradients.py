@@ -27,7 +27,7 @@ from ..config import SetupError
 from .accumulated import GradientMarks, any_nonzero
 from .distributed import is_distributed
 from .engines import unit_norms
-from .forwards import ForwardProbe, tensors_in
+from .forwards import ForwardProbe, queue_callback, tensors_in
 from .reading import Reading, StepVector
 from .signals import Signal
 
@@ -154,11 +154,16 @@ class GradientNorms:
         return reading
 
     def _add_agreed(self, vector: StepVector) -> None:
-        """Append what all processes must know: the fewest backward passes on any, and where a forward failed on any."""
+        """Append what all processes must know: the fewest backward passes, where a forward failed, the sum of a signal."""
         count = torch.tensor([-float(self._backwards)], device=self.norms.home)
         agreed = count if self._probe is None else torch.cat([count, self._probe.values().to(self.norms.home)])
         if is_distributed():
             torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MAX)
+            if self._signal is not None and self._signal.summed:  # here, because every rank gets here once a step
+                own = vector.part("signal")
+                total = torch.zeros(self._signal.size, device=self.norms.home) if own is None else own.clone()
+                torch.distributed.all_reduce(total)
+                vector.add("signal", total)
         vector.add("agreed", agreed)
 
     def _all_finite(self) -> bool:
@@ -336,11 +341,6 @@ class _LossHook:
     def __call__(self, grad: Tensor) -> None:
         self.reader.arm(grad)
         self.reader.note_weighted(self.loss, grad)
-
-
-def queue_callback(function: Any) -> None:
-    """Have the autograd engine call `function` at the end of the running backward."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
 
 
 def _drop_leftovers(model: nn.Module) -> None:

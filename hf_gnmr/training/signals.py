@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from ..backends.units import Unit
 from ..config import ConfigError
 from ..control.controller import Floats
-from .distributed import is_distributed
 
 DECAY = 0.9
 EPSILON = 1e-12
@@ -44,6 +43,10 @@ class Signal(ABC):
     """Why a unit may have no signal, in words for the user."""
     extends: ClassVar[bool] = False
     """Whether `values` may be called again after one more backward of the same step, and then covers all of them."""
+    summed: ClassVar[bool] = False
+    """Whether `values` are sums over this rank alone, which the reader adds up over all ranks (`size` numbers)."""
+    size: int = 0
+    """How many numbers `values` returns, where they are added up."""
     seconds: float = 0.0
     """Time spent in hooks since the last `values` (host time; kernel time on an accelerator is not included)."""
 
@@ -55,8 +58,8 @@ class Signal(ABC):
     def values(self, scale: Tensor, skips: bool = False) -> Tensor:
         """What `combine` needs, fp32, one dimension, on the device, without a sync; called after a step's last backward.
 
-        Under DDP the result must be equal on all ranks (they must choose the same units): a signal that is not computed from
-        the reduced gradients alone is reduced here.
+        Under DDP the signal must be equal on all ranks (they must choose the same units): one that is not computed from the
+        reduced gradients alone is `summed`. No collective here: the ranks may run different numbers of backward passes.
 
         Args:
             scale: the loss scale, shape (1,).
@@ -222,12 +225,14 @@ class Jacobian(Signal):
 
     name = "jacobian"
     extends = True
+    summed = True
     without = "jacobian needs a gradient at the unit's input; units that read frozen embeddings have none"
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._norms: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in units]
         self._handles = [unit.module.register_full_backward_hook(self._hook(self._norms[i])) for i, unit in enumerate(units)]
         self._home = units[0].parameters[0].device
+        self.size = 2 * len(units)
         self.mark()
 
     def _hook(self, norms: tuple[list[Tensor], list[Tensor]]) -> Any:
@@ -253,8 +258,6 @@ class Jacobian(Signal):
                 for kept in sides
             ]
         )
-        if is_distributed():  # every rank must choose the same units
-            torch.distributed.all_reduce(squares)
         return squares
 
     def combine(self, values: Floats) -> Floats:

@@ -73,9 +73,10 @@ def test_scales_that_are_not_finite_are_refused_for_every_store(tmp_path, recove
         Int8Backend(model, find_units(model), recovery=recovery)
 
 
-def test_a_module_that_is_zero_in_8_bits_without_originals_is_reported(tmp_path):
-    model = with_lora(load_int8(edited(tmp_path / "base", tiny_all)))
-    with pytest.warns(UserWarning, match=r"all 64 rows of model.layers.1.mlp.down_proj are 0 in 8 bits"):
+@pytest.mark.parametrize(("edit", "rows"), [(tiny_all, 64), (tiny_rows, 2)])
+def test_rows_that_are_zero_in_8_bits_without_originals_are_reported(tmp_path, edit, rows):
+    model = with_lora(load_int8(edited(tmp_path / "base", edit)))
+    with pytest.warns(UserWarning, match=rf"rows that are 0 in 8 bits: model.layers.1.mlp.down_proj \({rows} of 64 rows\)"):
         Int8Backend(model, find_units(model), recovery="dequantize").remove()
 
 

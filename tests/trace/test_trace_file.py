@@ -279,3 +279,14 @@ def test_a_file_system_without_locks_is_reported_and_the_run_goes_on(tmp_path, m
 def test_lines_are_plain_json(writer):
     writer.write({"step": 4, "loss": float("nan")})
     assert json.loads(writer.path.read_text().splitlines()[-1])["loss"] == "nan"
+
+
+@pytest.mark.parametrize("foreign", [b"foreign line\n", b"junk"])
+def test_what_others_append_is_noticed_and_spoils_no_line(writer, foreign):
+    with writer.path.open("ab") as file:
+        file.write(foreign)
+    writer.write({"step": 4})
+    assert "was truncated or overwritten during the run" in writer.notice
+    writer.write({"step": 5})
+    assert [line["step"] for line in read_trace(writer.path).steps] == [1, 2, 3, 4, 5][-len(read_trace(writer.path).steps) :]
+    assert [line["step"] for line in read_trace(writer.path).steps][-2:] == [4, 5]

@@ -13,6 +13,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from conftest import trace_lines
 
 from hf_gnmr.trace.file import read_trace
 from hf_gnmr.training.distributed import is_distributed, world_size
@@ -164,3 +165,66 @@ def test_two_ranks_choose_the_same_projections(tmp_path, trigger):
     assert len(ranks[0]) == 5 and [d[1] for d in ranks[0]] == [d[1] for d in ranks[1]]
     assert any(any(d[1]) for d in ranks[0])
     np.testing.assert_allclose([d[0] for d in ranks[0]], [d[0] for d in ranks[1]], rtol=1e-6)
+
+
+UNEQUAL = """
+import sys
+import torch
+from conftest import load_int8, token_rows, with_lora
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from hf_gnmr import GNMRCallback
+
+tiny, run, trigger, case = sys.argv[1:]
+ROW = {k: torch.tensor(v)[None] for k, v in token_rows(1)[0].items()}
+
+
+class Probe(TrainerCallback):
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if case == "probe" and state.is_world_process_zero:
+            model(**ROW).loss.backward()
+            model.zero_grad()
+
+
+class Constant(Trainer):
+    calls = 0
+
+    def training_step(self, *args, **kwargs):
+        self.calls += 1
+        if case == "constant" and self.args.process_index == 1 and self.calls == 5:  # step 3, the first of two
+            return torch.tensor(1.0)
+        return super().training_step(*args, **kwargs)
+
+
+arguments = TrainingArguments(
+    output_dir=run, use_cpu=True, report_to=[], max_steps=5, save_strategy="no", per_device_train_batch_size=2, seed=0,
+    gradient_accumulation_steps=2, logging_steps=1, disable_tqdm=True, ddp_backend="gloo", ddp_timeout=60,
+    ddp_find_unused_parameters=False, learning_rate=1e-4,
+)
+callback = GNMRCallback(trigger=trigger, max_o=1, alpha_init_fraction=0.0)
+Constant(with_lora(load_int8(tiny)), arguments, train_dataset=token_rows(), callbacks=[Probe(), callback]).train()
+print("CHOICE", callback.decision.active.tolist())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["constant", "probe"])
+@pytest.mark.parametrize("trigger", ["gnmr", "jacobian", "gsnr"])
+def test_ranks_may_run_different_numbers_of_backward_passes(tiny, tmp_path, trigger, case):
+    """A batch that one rank skips is a short window for all; a probe of one rank leaves no mark. No collective is missed."""
+    script = tmp_path / "unequal.py"
+    script.write_text(UNEQUAL)
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    path = os.pathsep.join([str(pathlib.Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    out = launch(
+        ["torchrun", "--nproc_per_node", "2", "--master_port", str(port)],
+        [script],
+        [tiny, str(tmp_path / "run"), trigger, case],
+        PYTHONPATH=path,
+    )
+    choices = [line for line in out.splitlines() if line.startswith("CHOICE")]
+    assert len(choices) == 2 and choices[0] == choices[1]
+    skipped = [line["skipped"] for line in trace_lines(tmp_path / "run")[1]]
+    expected = "1 backward passes in a window of 2 micro-batches" if case == "constant" else None
+    assert skipped == [None, None, expected, None, None]

@@ -157,9 +157,10 @@ class Int8Backend(Backend):
                     "evaluation before or between trainings). Load the model again and train before evaluating"
                 )
 
-        refuse_broken_scales({names[m]: m for m in base.modules() if type(m) is bnb.nn.Linear8bitLt})
-        if not kind.originals_used:
-            warn_of_zeros(by_name)
+        in_8_bits = {names[m]: m for m in base.modules() if type(m) is bnb.nn.Linear8bitLt}
+        refuse_broken_scales(in_8_bits)
+        # Only the originals of switched modules are read.
+        warn_of_zeros({n: m for n, m in in_8_bits.items() if not kind.originals_used or n not in by_name})
 
         def find(cast: bool) -> Originals:
             return find_originals(base, by_name, options.recovery_source, cast=cast)

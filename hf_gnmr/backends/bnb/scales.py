@@ -61,15 +61,19 @@ def refuse_lost_rows(modules: Mapping[str, bnb.nn.Linear8bitLt], rows_of: Callab
 
 
 def warn_of_zeros(modules: Mapping[str, bnb.nn.Linear8bitLt]) -> None:
-    """Warn of modules all of whose scales are 0, where there are no originals to tell a lost weight from a zero one."""
+    """Warn of rows whose scale is 0, where there are no originals to tell a lost row from a row of zeros."""
+    zeros: dict[str, int] = {}
     for name, module in modules.items():
         scales = scales_of(module)
-        if scales is not None and not scales.any():
-            warnings.warn(
-                f"all {module.out_features} rows of {name} are 0 in 8 bits: its product is 0. If the original weight is not "
-                "(below 6e-8 it is rounded away), keep the module in 16 bits (llm_int8_skip_modules)",
-                stacklevel=2,
-            )
+        rows = 0 if scales is None else int((scales == 0).sum())
+        if rows:
+            zeros[name] = rows
+    if zeros:
+        warnings.warn(
+            f"rows that are 0 in 8 bits: {_listed(zeros, modules)}; their product is 0. If the original weights are not 0 "
+            "(below 6e-8 they are rounded away), keep these modules in 16 bits (llm_int8_skip_modules)",
+            stacklevel=2,
+        )
 
 
 def scales_of(module: bnb.nn.Linear8bitLt) -> Tensor | None:
@@ -86,8 +90,8 @@ def _listed(rows: Mapping[str, int], modules: Mapping[str, bnb.nn.Linear8bitLt])
 
 def _mend(rows: Mapping[str, int]) -> str:
     names = [name.rpartition(".")[2] if len(rows) > NAMED else name for name in rows]
-    skipped = ", ".join(repr(name) for name in dict.fromkeys(names))
+    skipped = ", ".join(repr(name) for name in dict.fromkeys([*names, "lm_head"]))
     return (
         "Keep these modules in 16 bits: BitsAndBytesConfig(load_in_8bit=True, "
-        f"llm_int8_skip_modules=[{skipped}, 'lm_head']), or repair the checkpoint"
+        f"llm_int8_skip_modules=[{skipped}]), or repair the checkpoint"
     )
