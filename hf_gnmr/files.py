@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .reading import FileError, read_json
+from .reading import FileError, kind_of, read_json
 from .terminal import printable
 
 __all__ = ["FileError", "free_name", "partial_name", "plain", "printable", "read_json", "write_json", "write_text"]
@@ -72,19 +72,8 @@ def regular(path: str | os.PathLike[str]) -> Path:
     except OSError as error:  # a loop of links, or a file where a folder is expected
         raise FileError(f"{path}: {error.strerror}") from error
     if not stat.S_ISREG(mode):
-        kind = next((name for is_kind, name in KINDS.items() if is_kind(mode)), "not a regular file")
-        raise FileError(f"{path} is {kind}: expected a file name")
+        raise FileError(f"{path} is {kind_of(mode)}: expected a file name")
     return Path(os.path.realpath(path))
-
-
-KINDS: dict[Callable[[int], bool], str] = {
-    stat.S_ISDIR: "a folder",
-    stat.S_ISCHR: "a device",
-    stat.S_ISBLK: "a device",
-    stat.S_ISFIFO: "a pipe",
-    stat.S_ISSOCK: "a socket",
-}
-"""What may be in the place of a file."""
 
 
 def replaceable(path: str | os.PathLike[str], ours: Callable[[bytes], bool], what: str) -> None:

@@ -54,6 +54,11 @@ KINDS = {
 }
 
 
+def kind_of(mode: int) -> str:
+    """What is in the place of a regular file, in words, from its `st_mode`."""
+    return next((name for is_kind, name in KINDS.items() if is_kind(mode)), "something else")
+
+
 class FileError(ValueError):
     """A file that is missing, foreign or broken; the message names it."""
 
@@ -92,8 +97,7 @@ def check_regular(path: str | os.PathLike[str], most: int) -> None:
 
 def _check_status(path: str | os.PathLike[str], status: os.stat_result, most: int) -> None:
     if not stat.S_ISREG(status.st_mode):
-        kind = next((name for is_kind, name in KINDS.items() if is_kind(status.st_mode)), "something else")
-        raise FileError(f"{path} cannot be read: expected a regular file, got {kind}")
+        raise FileError(f"{path} cannot be read: expected a regular file, got {kind_of(status.st_mode)}")
     if status.st_size > most:
         raise FileError(f"{path}: expected at most {most:,} bytes, got {status.st_size:,}")
 

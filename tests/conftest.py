@@ -14,6 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import contextlib
 import json
 import pathlib
+import socket
 import sys
 
 import pytest
@@ -220,3 +221,24 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(LONG))
+
+
+def place(tmp_path, kind):
+    """A path at which there is something of `kind`, where a file is to be written."""
+    path = tmp_path / "place"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "socket":
+        socket.socket(socket.AF_UNIX).bind(str(path))
+    elif kind == "loop":
+        path.symlink_to(path)
+    elif kind == "below a file":
+        path.write_text("x")
+        return path / "trace.jsonl"
+    elif kind == "recipe":
+        path.write_text("model: {}")
+    else:
+        path.symlink_to({"link to a device": "/dev/null", "link to a folder": tmp_path}[kind])
+    return path

@@ -3,31 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 
 import pytest
+from conftest import place
 
 from hf_gnmr.files import FileError, free_number, numbered, regular, replaceable, write_json, write_text
-
-
-def place(tmp_path, kind):
-    """Something of `kind` under a name."""
-    path = tmp_path / "place"
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "socket":
-        socket.socket(socket.AF_UNIX).bind(str(path))
-    elif kind == "loop":
-        path.symlink_to(path)
-    elif kind == "below a file":
-        path.write_text("x")
-        return path / "file"
-    else:
-        path.symlink_to({"link to a device": "/dev/null", "link to a folder": tmp_path}[kind])
-    return path
-
 
 KINDS = ["folder", "fifo", "socket", "loop", "below a file", "link to a device", "link to a folder"]
 

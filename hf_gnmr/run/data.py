@@ -16,11 +16,9 @@ from datasets import Dataset, load_dataset
 
 from ..reading import FileError
 from ..terminal import printable, shown
-from .rowfiles import local_file, rows_of
+from .rowfiles import ENDINGS, local_file, rows_of, rows_of_folder
 from .sections import DataSection, RecipeError
 
-ENDINGS = (".json", ".jsonl", ".parquet")
-"""Of local files with rows."""
 MAX_GENERATED = 10**7
 """Rows of ``builtin``, which are held in memory."""
 WIDEST = 4
@@ -122,6 +120,9 @@ def _load(section: DataSection, split: str) -> list[dict[str, Any]]:
     try:
         if path is not None and path.is_file():
             return list(rows_of(path))
+        local = None if path is None else rows_of_folder(str(path), section.subset, split)
+        if local is not None:
+            return list(local)
         return load_dataset(section.name, section.subset, split=split).to_list()
     except FileError as error:
         raise RecipeError(f"data.name={shown(section.name)}, split {split!r}: cannot be loaded: {error}") from error

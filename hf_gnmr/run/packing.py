@@ -16,7 +16,7 @@ from datasets import Dataset, IterableDataset, load_dataset
 from ..reading import MAX_TEXT_BYTES, FileError, read_utf8
 from ..terminal import printable, shown
 from .data import BUILTIN, ENDINGS, check_local
-from .rowfiles import local_file, rows_of
+from .rowfiles import local_file, rows_of, rows_of_folder
 from .sections import DataSection, RecipeError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -115,11 +115,17 @@ def documents(section: DataSection, split: str) -> Iterator[str]:
     except FileError as error:
         raise RecipeError(f"{where} cannot be read as text: {error}") from error
     try:
-        data_set = load_dataset(section.name, section.subset, split=split)
+        local = None if path is None else rows_of_folder(str(path), section.subset, split)
+        if local is None:
+            data_set = load_dataset(section.name, section.subset, split=split)
+            _column(section, data_set.column_names)
+        yield from _texts(section, data_set if local is None else local)
+    except RecipeError:
+        raise
+    except FileError as error:
+        raise RecipeError(f"{where} cannot be read as text: {error}") from error
     except Exception as error:  # the loaders raise whatever their file systems and parsers raise
         raise RecipeError(f"{where}, split {split!r}: cannot be loaded: {error}") from error
-    _column(section, data_set.column_names)
-    yield from _texts(section, data_set)
 
 
 def _texts(section: DataSection, rows: Iterable[dict[str, Any]]) -> Iterator[str]:

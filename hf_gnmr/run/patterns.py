@@ -26,11 +26,16 @@ FULL = ("target_modules", "exclude_modules", "target_parameters", "modules_to_sa
 HELPER = """
 import json, re, sys
 patterns, names = json.load(sys.stdin)
-for pattern, whole in patterns:
-    expression = re.compile(pattern)
+for number, (pattern, whole) in enumerate(patterns):
+    print(number, flush=True)
+    try:
+        expression = re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        sys.exit(f"not a regular expression ({error})")
     for name in names:
         expression.fullmatch(name) if whole else expression.match(name)
 """
+"""Compiles too: an expression may take as long to compile as to match. Its last line of output is the one that it is at."""
 
 
 def check_patterns(options: Mapping[str, Any], names: Iterable[str], where: str) -> None:
@@ -48,17 +53,12 @@ def check_patterns(options: Mapping[str, Any], names: Iterable[str], where: str)
     for option, pattern, _ in expressions:
         if len(pattern) > MAX_PATTERN:
             raise RecipeError(f"{where}{option}={shown(pattern)}: expected at most {MAX_PATTERN:,} characters")
-        try:
-            re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise RecipeError(f"{where}{option}={shown(pattern)}: not a regular expression ({error})") from error
-    all_names = list(names)
-    if expressions and not _match_in_time([(pattern, whole) for _, pattern, whole in expressions], all_names):
-        slow = next((e for e in expressions if not _match_in_time([(e[1], e[2])], all_names)), expressions[0])
-        raise RecipeError(
-            f"{where}{slow[0]}={shown(slow[1])}: expected an expression that is matched against the names of the model's "
-            f"modules within {MATCH_SECONDS} seconds"
-        )
+    if not expressions:
+        return
+    at, problem = _try([(pattern, whole) for _, pattern, whole in expressions], list(names))
+    if problem is not None:
+        option, pattern, _ = expressions[at]
+        raise RecipeError(f"{where}{option}={shown(pattern)}: {problem}")
 
 
 def _expressions(options: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
@@ -74,12 +74,21 @@ def _expressions(options: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
     return [entry for entry in entries if not re.fullmatch(r"[\w.\-]*", entry[1])]
 
 
-def _match_in_time(patterns: list[tuple[str, bool]], names: list[str]) -> bool:
+def _try(patterns: list[tuple[str, bool]], names: list[str]) -> tuple[int, str | None]:
+    """The position of the last expression that was tried, and what is wrong with it; None: all were matched in time."""
     command = [sys.executable, "-I", "-S", "-c", HELPER]
+    content = json.dumps([patterns, names])
     try:
-        subprocess.run(  # noqa: S603 (this interpreter, a constant program)
-            command, input=json.dumps([patterns, names]), text=True, timeout=MATCH_SECONDS, check=True, capture_output=True
+        done = subprocess.run(  # noqa: S603 (this interpreter, a constant program)
+            command, input=content, text=True, timeout=MATCH_SECONDS, check=False, capture_output=True
         )
-    except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
-        return False
-    return True
+    except subprocess.TimeoutExpired as error:
+        problem: str | None = (
+            f"expected expressions that are matched against the names of the model's modules within {MATCH_SECONDS} seconds"
+        )
+        output = error.stdout or b""
+        text = output.decode() if isinstance(output, bytes) else output
+    else:
+        text = done.stdout
+        problem = None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["cannot be matched"])[-1]
+    return int((text.split() or ["0"])[-1]), problem

@@ -8,6 +8,7 @@ text that it has in the file.
 from __future__ import annotations
 
 import codecs
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from ..reading import (
 
 Row = dict[str, Any]
 PARQUET = ".parquet"
+ENDINGS = (".json", ".jsonl", PARQUET)
+"""Of local files with rows."""
 ROWS_AT_A_TIME = 1000
 """Of a Parquet file."""
 
@@ -89,6 +92,32 @@ def rows_of(path: Path) -> Iterator[Row]:
         yield row
     if empty:
         raise FileError(f"{path}: expected rows, got none")
+
+
+def rows_of_folder(folder: str, subset: str | None, split: str) -> Iterator[Row] | None:
+    """The rows of a split of a local folder, as they are written.
+
+    `datasets` decides, by names and a dataset card, which files make up a split, and what ``train[:10%]+test`` means; the
+    files are read here.
+
+    Returns:
+        None if the split has files of other kinds (CSV, compressed ones), which `datasets` must read.
+
+    Raises:
+        FileError: see `rows_of`; whatever `datasets` raises for a folder, subset or split that it does not know.
+    """
+    from datasets import ReadInstruction, load_dataset_builder
+
+    splits = load_dataset_builder(folder, subset).config.data_files or {}
+    files = {str(name): [Path(file) for file in members] for name, members in splits.items()}
+    named = {part.partition("[")[0].strip() for part in split.split("+")}
+    if not named <= files.keys() or not all(f.suffix.lower() in ENDINGS for name in named for f in files[name]):
+        return None
+    if split in files:
+        return itertools.chain.from_iterable(map(rows_of, files[split]))
+    tables = {name: [row for file in files[name] for row in rows_of(file)] for name in named}
+    parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in tables.items()})
+    return itertools.chain.from_iterable(tables[part.splitname][part.from_ : part.to] for part in parts)
 
 
 def json_lines(path: Path, most: int = MAX_DATA_BYTES) -> Iterator[Row]:

@@ -142,9 +142,14 @@ class TraceWriter:
         }[fault]
 
     def close(self) -> None:
-        """Close the file; may be called more than once."""
-        self._file.close()
-        self._release()
+        """Close the file, once more written again if others changed it (`notice`); may be called more than once."""
+        try:
+            fault = None if self._lock is None else self._file.fault()
+            if fault is not None:
+                self.notice = self._recover(fault)
+        finally:
+            self._file.close()
+            self._release()
 
     def _release(self) -> None:
         if self._lock is not None:

@@ -6,6 +6,7 @@ Problems with these files are reported clearly and never stop the training.
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 from ..backends.units import Unit
 from ..control.controller import Bools, Decision, Floats
 from ..control.triggers import TRIGGERS
-from ..files import FileError, numbered, write_json
+from ..files import FileError, free_name, numbered, read_json, regular, write_json
 from ..trace.file import TraceError, TraceWriter, read_trace
 from ..trace.metrics import summarise
 from .census import summary_in_words
@@ -115,17 +116,25 @@ class Journal:
             warnings.warn(f"the trace ends before step {step}: {error}", stacklevel=2)
             self._ended = True
             return
+        self._report(f"step {step}")
+
+    def _report(self, when: str) -> None:
+        """Report what others did to the trace, and follow it to the file in which it continues."""
         notice, self._writer.notice = self._writer.notice, None
         if notice is not None:
-            say(f"step {step}: {notice}")
-            warnings.warn(notice, stacklevel=2)
+            say(f"{when}: {notice}")
+            warnings.warn(notice, stacklevel=3)
             self.path = self._writer.path
             if self._writer.number is not None:  # beside the file that took the trace's place, under the trace's number
                 self.summary = numbered(self.path.with_name(SUMMARY_FILE), self._writer.number)
 
     def close(self) -> None:
         """Close the trace; may be called twice."""
-        self._writer.close()
+        try:
+            self._writer.close()
+        except (OSError, FileError) as error:
+            say(f"the trace {self.path} was changed after the last step and cannot be written again ({error})")
+        self._report("after the last step")
 
 
 def _seen(values: Floats, seen: Bools) -> list[float | None]:
@@ -144,12 +153,28 @@ def write_summary(trace: Path, last_step: int, file: Path | None = None) -> dict
     try:
         read = read_trace(trace)
         summary = {**summarise(read, last_step), "run_id": read.header.get("run_id")}
-        write_json(trace.with_name(SUMMARY_FILE) if file is None else file, summary)
+        target = trace.with_name(SUMMARY_FILE) if file is None else file
+        _set_aside_anothers(target, summary["run_id"])
+        write_json(target, summary)
     except (TraceError, OSError, KeyError, TypeError, ValueError, IndexError) as error:
         warnings.warn(f"no {SUMMARY_FILE}: {type(error).__name__}: {error}", stacklevel=2)
         return None
     print(summary_in_words(summary), flush=True)
     return summary
+
+
+def _set_aside_anothers(file: Path, run_id: Any) -> None:
+    """Rename the summary of another run (two traces of other names in one folder share its name)."""
+    if not file.is_file():
+        return
+    try:
+        known = read_json(file).get("run_id", run_id)  # earlier versions wrote none
+    except FileError:
+        known = None
+    if known != run_id:
+        aside = free_name(file)
+        os.replace(regular(file), aside)
+        say(f"the summary of another run was set aside in {aside}")
 
 
 class OddWindows:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
-from conftest import load_int8, tiny_config, with_lora
+from conftest import load_int8, tiny_config, trace_lines, with_lora
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausalLM
 
 from hf_gnmr import GNMRCallback, SetupError, quantize_int8
@@ -95,6 +96,7 @@ def test_rows_that_are_zero_in_the_original_are_right(tmp_path, trainer_for):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         trainer_for(model, GNMRCallback(), max_steps=1).train()
+    assert np.isfinite(trace_lines(tmp_path / "run")[1][0]["norms"]).all()
 
 
 def test_the_mend_in_the_message_works(tmp_path, trainer_for):
@@ -102,3 +104,6 @@ def test_the_mend_in_the_message_works(tmp_path, trainer_for):
     config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=[MODULE, "lm_head"])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
     trainer_for(with_lora(model), GNMRCallback(), max_steps=1).train()
+    header, lines = trace_lines(tmp_path / "run")
+    assert header["census"]["modules_not_switched"] == {"Linear": 1}, "kept in 16 bits"
+    assert np.isfinite(lines[0]["norms"]).all()

@@ -8,6 +8,7 @@ import pathlib
 import resource
 import subprocess
 import sys
+import time
 
 import pytest
 import yaml
@@ -362,6 +363,25 @@ def test_an_expression_that_backtracks_is_refused(pattern, monkeypatch):
     names = [f"model.layers.{i}.self_attn.some_long_projection_name_q_proj" for i in range(3)]
     with pytest.raises(RecipeError, match=r"lora.target_modules=.*within 2 seconds"):
         patterns.check_patterns({"target_modules": pattern}, names, "lora.")
+
+
+def test_all_expressions_share_one_limit_and_the_slow_one_is_named(monkeypatch):
+    from hf_gnmr.run import patterns
+
+    monkeypatch.setattr(patterns, "MATCH_SECONDS", 2)
+    slow = {rf"(a|aa)+x{i}": 8 for i in range(20)}
+    begun = time.perf_counter()
+    with pytest.raises(RecipeError, match=r"rank_pattern='\(\.\*\\\\\.\)\?\(\(a\|aa\)\+x0"):
+        patterns.check_patterns({"rank_pattern": {"q_proj|b": 4, **slow}}, ["a" * 60], "lora.")
+    assert time.perf_counter() - begun < 10
+
+
+def test_compiling_an_expression_counts_too(monkeypatch):
+    from hf_gnmr.run import patterns
+
+    monkeypatch.setattr(patterns, "MATCH_SECONDS", 1)
+    with pytest.raises(RecipeError, match="within 1 seconds"):
+        patterns.check_patterns({"target_modules": "(?i)" + "[\\0-\U0010ffff]" * 500}, ["a"], "lora.")
 
 
 @pytest.mark.parametrize(

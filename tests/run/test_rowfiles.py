@@ -168,6 +168,39 @@ def test_a_tilde_is_the_home_folder_where_no_such_file_exists(tmp_path, monkeypa
     assert answers("~/rows.jsonl") == [" a"]
 
 
+def folder_of_rows(folder):
+    """Two splits, each of two files, in the ways that `datasets` knows; in `train` one row of 2.5 among those of 2."""
+    folder.mkdir()
+    for split, values in (("train", ["2", "2.5"]), ("test", ['"2023-01-11"', "2.50"])):
+        for part, value in enumerate(values):
+            write(folder / f"{split}-0000{part}-of-00002.jsonl", [f'{{"question": "q", "answer": {value}}}'])
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        ("train", [" 2", " 2.5"]),
+        ("test", [" 2023-01-11", " 2.50"]),
+        ("train[:50%]", [" 2"]),
+        ("train[1:]+test[:1]", [" 2.5", " 2023-01-11"]),
+    ],
+)
+def test_rows_of_a_folder_are_as_written_too(tmp_path, split, expected):
+    section = DataSection(folder_of_rows(tmp_path / "data"), split=split)
+    assert [row["answer"] for row in load_rows(section, 0)[0]] == expected
+
+
+def test_so_is_the_text_of_a_folder(tmp_path):
+    section = DataSection(folder_of_rows(tmp_path / "data"), text="answer")
+    assert list(documents(section, "train")) == ["2", "2.5"] and list(documents(section, "test")) == ["2023-01-11", "2.50"]
+
+
+def test_an_unknown_split_of_a_folder_is_refused_by_name(tmp_path):
+    with pytest.raises(RecipeError, match="split 'dev': cannot be loaded"):
+        load_rows(DataSection(folder_of_rows(tmp_path / "data"), split="dev"), 0)
+
+
 def test_a_folder_whose_name_is_a_pattern_is_refused(tmp_path):
     (tmp_path / "set[12]").mkdir()
     with pytest.raises(RecipeError, match=r"expected a folder without any of \[ \] \* \?"):

@@ -8,28 +8,13 @@ import subprocess
 import sys
 
 import pytest
-from conftest import load_int8, trace_lines, with_lora
+import torch
+from conftest import load_int8, place, trace_lines, with_lora
 from transformers import TrainerCallback
 
 from hf_gnmr import ConfigError, GNMRCallback, GNMRSession, SetupError
 
 SETTINGS = {"max_o": 1, "alpha": 0.9, "alpha_init_fraction": 0.0}
-
-
-def place(tmp_path, kind):
-    path = tmp_path / "place"
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "recipe":
-        path.write_text("model: {}")
-    elif kind == "below a file":
-        path.write_text("x")
-        return path / "trace.jsonl"
-    else:
-        path.symlink_to("/dev/null")
-    return path
 
 
 @pytest.mark.parametrize("kind", ["folder", "fifo", "link to a device", "recipe", "below a file"])
@@ -126,3 +111,38 @@ def test_a_trace_deleted_during_a_training_loses_no_step(trainer_for, tiny, tmp_
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert json.loads((run / "summary.json").read_text())["run_id"] == header["run_id"]
     assert sorted(file.name for file in run.iterdir()) == ["summary.json", "trace.jsonl"], "the lock's file is gone"
+
+
+def step(session, model):
+    ids = torch.arange(1, 9)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    session.observe()
+    session.decide()
+    model.zero_grad()
+
+
+def test_two_traces_in_one_folder_keep_both_summaries(tmp_path, tiny, trainer_for):
+    for name in ("a", "b"):
+        callback = GNMRCallback(**SETTINGS, trace_path=tmp_path / "run" / f"{name}.jsonl")
+        trainer_for(with_lora(load_int8(tiny)), callback, max_steps=1).train()
+    runs = [json.loads((tmp_path / "run" / name).read_text())["run_id"] for name in ("summary.1.json", "summary.json")]
+    headers = [json.loads((tmp_path / "run" / f"{n}.jsonl").read_text().splitlines()[0])["run_id"] for n in ("a", "b")]
+    assert runs == headers
+
+
+@pytest.mark.parametrize("how", ["deleted", "truncated"])
+def test_a_trace_that_is_lost_after_the_last_step_is_written_again_before_the_summary(tmp_path, tiny, how, capsys):
+    model = with_lora(load_int8(tiny)).train()
+    session = GNMRSession(model, **SETTINGS, output_dir=tmp_path / "run")
+    for _ in range(3):
+        step(session, model)
+    trace = tmp_path / "run" / "trace.jsonl"
+    if how == "deleted":
+        trace.unlink()
+    else:
+        lines = trace.read_bytes().splitlines(keepends=True)
+        trace.write_bytes(b"".join(lines[:3]))
+    with pytest.warns(UserWarning, match=f"was {how}"):
+        summary = session.close()
+    assert "GNMR: after the last step: " in capsys.readouterr().out
+    assert len(trace_lines(tmp_path / "run")[1]) == (3 if how == "deleted" else 2) and summary is not None
