@@ -67,7 +67,8 @@ class FirstSteps:
         """
         if self._reports():
             self._windows.saw(min(micro_batches, reading.backwards))
-        short = reading.backwards < max(micro_batches, 1)  # a custom loop counts its micro-batches by their backward passes
+        # A custom loop counts its micro-batches by their backward passes, so there a missing one is a shorter window.
+        short = reading.backwards < max(micro_batches, 1) or micro_batches < self._windows.accumulation
         if skipped is not None and short and not self._said_short:
             self._said_short = True
             self._say(

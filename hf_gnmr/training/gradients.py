@@ -24,12 +24,13 @@ from torch import Tensor, nn
 
 from ..backends.units import Unit, unwrap
 from ..config import SetupError
-from .accumulated import GradientMarks, any_nonzero
+from .accumulated import any_nonzero
 from .distributed import is_distributed
 from .engines import unit_norms
 from .forwards import ForwardProbe, queue_callback, tensors_in
-from .reading import Reading, StepVector
+from .reading import Reading, StepVector, loss_scale
 from .signals import Signal
+from .window import Window
 
 
 class GradientNorms:
@@ -61,20 +62,14 @@ class GradientNorms:
         self._state = GradientState()
         self._armed = False
         self._frozen = [p for p in unwrap(model).parameters() if not p.requires_grad and p.is_floating_point()]
-        self._losses: list[Tensor] = []
-        self._weights: list[Tensor] = []
         self._mark = 0
         own, others = self.norms.parameters[: self.norms.in_units], self.norms.parameters[self.norms.in_units :]
-        self._marks = GradientMarks([*own, *others])
+        self._window = Window([*own, *others], accumulation)
         self._measured = (0, 0)
         """The index of a parameter, and its version when the norms were measured."""
-        self._backwards = 0
         self._began: float | None = None
-        self._pending: StepVector | None = None
         self._seconds = 0.0
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        self.step_losses: list[Tensor] = []
-        """The Trainer's loss for each micro-batch, used if the model's own loss output takes no part in the backward."""
         _drop_leftovers(unwrap(model))
         self._handle = unwrap(model).register_forward_hook(self._on_forward)
 
@@ -83,11 +78,16 @@ class GradientNorms:
         """All trainable parameters, those of the units first."""
         return self.norms.parameters
 
+    @property
+    def step_losses(self) -> list[Tensor]:
+        """The Trainer's loss for each micro-batch, used if the model's own loss output takes no part in the backward."""
+        return self._window.now.step_losses
+
     def remove(self) -> None:
         """Remove the hook from the model."""
         self._handle.remove()
         self.norms.remove()
-        self._marks.release()
+        self._window.clear()
         if self._probe is not None:
             self._probe.remove()
         if self._signal is not None:
@@ -102,10 +102,10 @@ class GradientNorms:
             SetupError: the gradient is not the one that was measured, or cannot be monitored.
         """
         self._refuse_other_parameters()
-        vector, self._pending = self._pending, None
-        if vector is not None and self._marks.removed():  # the loop threw the step's gradient away
-            vector = None
+        self._return_to(at_end=True)
+        if self._window.now.pending is not None and self._window.marks.removed():  # the loop threw the step's gradient away
             self._forget()
+        vector, self._window.now.pending = self._window.now.pending, None
         if vector is None and not self._state.sync_gradients:
             return None
         if vector is not None:
@@ -113,7 +113,7 @@ class GradientNorms:
         measured = vector is not None
         vector = StepVector([]) if vector is None else vector
         self._add_agreed(vector)
-        if not self._backwards and not is_distributed():
+        if not self.unread and not is_distributed():
             self.discard()
             return None
         scaled_loss = "loss" in vector
@@ -128,7 +128,7 @@ class GradientNorms:
         finite = None if measured else self._all_finite()
         parts = vector.fetch()
         backwards = -int(parts["agreed"][0])
-        if not backwards and not self._backwards:
+        if not backwards and not self.unread:
             self.discard()
             return None
         signal = self._signal.combine(parts["signal"]) if self._signal is not None and "signal" in parts else None
@@ -155,7 +155,7 @@ class GradientNorms:
 
     def _add_agreed(self, vector: StepVector) -> None:
         """Append what all processes must know: the fewest backward passes, where a forward failed, the sum of a signal."""
-        count = torch.tensor([-float(self._backwards)], device=self.norms.home)
+        count = torch.tensor([-float(self.unread)], device=self.norms.home)
         agreed = count if self._probe is None else torch.cat([count, self._probe.values().to(self.norms.home)])
         if is_distributed():
             torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MAX)
@@ -205,23 +205,29 @@ class GradientNorms:
     @property
     def unread(self) -> int:
         """Backward passes since the last reading."""
-        return self._backwards
+        return self._window.now.count
 
     def discard(self) -> None:
         """Discard the backward passes since the last reading."""
         self._forget()
         self._began = None
-        self._marks.release()
+        self._window.clear()
         if self._probe is not None:
             self._probe.discard()
 
     def _forget(self) -> None:
-        """Forget what the backward passes so far left behind: their gradients are gone."""
-        self._pending, self._losses, self._weights, self.step_losses = None, [], [], []
-        self._backwards, self._mark = 0, 0
+        """Forget what the backward passes so far left behind: their gradients are gone, unless they are put back."""
+        self._window.throw_away(None if self._signal is None else self._signal.measured())
+        self._mark = 0
         self.norms.discard()
         if self._signal is not None:
             self._signal.discard()
+
+    def _return_to(self, at_end: bool = False) -> None:
+        """Forget the passes whose gradients were replaced by those from before."""
+        earlier = self._window.put_back(at_end)
+        if earlier is not None and self._signal is not None:
+            self._signal.restore(earlier.signal)
 
     @property
     def elsewhere(self) -> int:
@@ -249,37 +255,37 @@ class GradientNorms:
     def _cut(self) -> None:
         """Drop the losses of the latest backward, which added nothing to the step's gradient."""
         self._armed = False
-        del self._losses[self._mark :], self._weights[self._mark :]
+        del self._window.now.losses[self._mark :], self._window.now.weights[self._mark :]
         if self._signal is not None:
             self._signal.cut()
 
     def arm(self, grad: Tensor) -> None:
         """A backward has begun: ask the autograd engine for a callback at its end."""
         if not self._armed:
-            if self._backwards and self._marks.thrown_away():
+            self._return_to()
+            if self.unread and self._window.marks.thrown_away():
                 self._forget()
-            self._marks.take()
-            self._armed, self._mark = True, len(self._losses)
+            self._window.before_pass(None if self._signal is None else self._signal.measured())
+            self._armed, self._mark = True, len(self._window.now.losses)
             if self._signal is not None:
                 self._signal.mark()
             queue_callback(self._end_of_backward)
 
     def note_weighted(self, loss: Tensor, grad: Tensor) -> None:
         """Record the model's own loss output and the gradient that arrived at it, which is its weight in the step's loss."""
-        self._losses.append((loss.float() * grad.detach().float()).sum())
-        self._weights.append(grad.detach().float().sum())
+        self._window.now.losses.append((loss.float() * grad.detach().float()).sum())
+        self._window.now.weights.append(grad.detach().float().sum())
 
     def _end_of_backward(self) -> None:
         queue_callback(self.after_reduction)
 
     def after_reduction(self) -> None:
         """Measure the gradients as they are: once a backward is done, and (under DDP) reduced."""
-        if self._marks.unchanged():  # torch.autograd.grad, or a backward that reached nothing that is trained
+        if self._window.marks.unchanged():  # torch.autograd.grad, or a backward that reached nothing that is trained
             self._cut()
             return
         self._armed = False
-        self._marks.take()
-        self._backwards += 1
+        self._window.after_pass()
         if not self._state.sync_gradients:
             return
         start = time.perf_counter()
@@ -291,15 +297,15 @@ class GradientNorms:
         norms, indices = self.norms.measure()
         which = int(indices[0]) if len(indices) else 0
         self._measured = (which, self.parameters[which]._version)
-        scale = self._scale(home)
+        scale = loss_scale(self._scaler, home)
         # A loop without accelerate gets here after each micro-batch; the vector of the last one counts.
-        before, vector = self._pending, StepVector(indices)
-        self._pending = vector
+        passes, vector = self._window.now, StepVector(indices)
+        before, passes.pending = passes.pending, vector
         self._add_signal(vector, before, scale)
         vector.add("norms", norms)
         vector.add("scale", scale)
-        if self._losses:
-            for name, values in (("loss", self._losses), ("weight", self._weights)):
+        if passes.losses:
+            for name, values in (("loss", passes.losses), ("weight", passes.weights)):
                 gathered = [x.to(home, torch.float32, non_blocking=True) for x in values]
                 vector.add(name, torch.stack(gathered).sum()[None])
         if cuda:
@@ -311,7 +317,7 @@ class GradientNorms:
     def _add_signal(self, vector: StepVector, before: StepVector | None, scale: Tensor) -> None:
         """Append the trigger's signal once the window is full; a further backward in the same step keeps or extends it."""
         signal = self._signal
-        if signal is None or self._backwards < self._accumulation:
+        if signal is None or self.unread < self._accumulation:
             return
         kept = None if before is None else before.part("signal")
         if kept is None or signal.extends:
@@ -319,16 +325,6 @@ class GradientNorms:
             skips = self._scaler is not None and self._scaler.is_enabled()
             kept = signal.values(scale, skips).to(self.norms.home)
         vector.add("signal", kept)
-
-    def _scale(self, device: torch.device) -> Tensor:
-        """The loss scale used in this backward, shape (1,), without a host sync."""
-        if self._scaler is None or not self._scaler.is_enabled():
-            return torch.ones(1, device=device)
-        fetch = getattr(self._scaler, "_get_scale_async", None)
-        scale = fetch() if fetch is not None else None
-        if scale is None:
-            scale = torch.tensor(float(self._scaler.get_scale()))
-        return scale.detach().to(device, torch.float32).reshape(1).clone()
 
 
 class _LossHook:

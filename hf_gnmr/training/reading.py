@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,3 +81,14 @@ class StepVector:
         values = torch.cat(list(self._parts.values())).to("cpu", torch.float64).numpy()
         ends = np.cumsum([len(part) for part in self._parts.values()])
         return dict(zip(self._parts, np.split(values, ends[:-1]), strict=True))
+
+
+def loss_scale(scaler: Any, device: torch.device) -> Tensor:
+    """The loss scale used in the backward that has just ended, fp32, shape (1,), without a host sync; 1 without a scaler."""
+    if scaler is None or not scaler.is_enabled():
+        return torch.ones(1, device=device)
+    fetch = getattr(scaler, "_get_scale_async", None)
+    scale = fetch() if fetch is not None else None
+    if scale is None:
+        scale = torch.tensor(float(scaler.get_scale()))
+    return scale.detach().to(device, torch.float32).reshape(1).clone()

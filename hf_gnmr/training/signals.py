@@ -87,6 +87,14 @@ class Signal(ABC):
         """Discard what was measured since `mark`: that backward was interrupted."""
         return None
 
+    def measured(self) -> Any:
+        """What was measured since the last `values`, for `restore`."""
+        return None
+
+    def restore(self, measured: Any) -> None:
+        """Return to an earlier `measured()`: the backward passes since then count for nothing."""
+        return None
+
     def tensors(self) -> dict[str, Tensor]:
         """What a resumed run needs."""
         return {}
@@ -281,6 +289,15 @@ class Jacobian(Signal):
         for sides, marks in zip(self._norms, self._marks, strict=True):
             for kept, length in zip(sides, marks, strict=True):
                 del kept[length:]
+
+    def measured(self) -> Any:
+        return [(tuple(kept_in), tuple(kept_out)) for kept_in, kept_out in self._norms]
+
+    def restore(self, measured: Any) -> None:
+        for sides, before in zip(self._norms, measured, strict=True):
+            for kept, values in zip(sides, before, strict=True):
+                kept[:] = values
+        self.mark()
 
     def remove(self) -> None:
         for handle in self._handles:

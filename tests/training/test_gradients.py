@@ -219,9 +219,11 @@ def test_adapters_of_several_dtypes_are_gathered_in_groups(tiny, monkeypatch):
         calls.append({g.dtype for g in grads})
         return norm(grads, *args)
 
-    monkeypatch.setattr(torch, "_foreach_norm", counted)
     batch = {k: torch.tensor([row[k] for row in token_rows(4)]) for k in ("input_ids", "labels")}
     model(**batch).loss.backward()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "_foreach_norm", counted)
+        monitor.norms.measure()
     reading = monitor.read()
     assert calls == [{torch.float32}, {torch.bfloat16}]
     for unit, value in zip(find_units(model), reading.norms, strict=True):

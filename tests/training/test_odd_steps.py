@@ -170,6 +170,22 @@ def test_steps_without_a_backward_are_logged_and_training_continues(trainer_for,
     assert capsys.readouterr().out.count("0 backward passes in a window") == 1, "reported once"
 
 
+def test_a_backward_that_is_missing_in_a_custom_loop_is_reported_once(tiny, capsys):
+    model = with_lora(load_int8(tiny)).train()
+    session = GNMRSession(model, max_o=1, alpha_init_fraction=0.0, gradient_accumulation_steps=2)
+    decisions = []
+    for passes in (2, 1, 2, 1):
+        for _ in range(passes):
+            model(**BATCH).loss.backward()
+        session.observe()
+        decisions.append(session.decide() is not None)
+        model.zero_grad()
+    assert decisions == [True, False, True, False]
+    out = capsys.readouterr().out
+    assert out.count("step 2: window of 1 micro-batches instead of 2") == 1 and out.count("(this is reported once)") == 1
+    session.detach()
+
+
 @pytest.mark.parametrize("micro", [0, 1, 3])
 def test_a_window_with_a_backward_missing_is_a_short_window(trainer_for, tiny, tmp_path, micro):
     options = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1, "max_steps": 6}
@@ -242,46 +258,97 @@ class ThrownAway(TrainerCallback):
     def probe(self, model):
         loss = 1000 * model(**BATCH).loss
         parameters = [p for p in model.parameters() if p.requires_grad]
+        kept = [p.grad for p in parameters]
         if self.way == "autograd.grad":
             torch.autograd.grad(loss, parameters)
-        else:
+        elif self.way in ("zero_grad", "zero_in_place"):
             loss.backward()
             model.zero_grad(set_to_none=self.way == "zero_grad")
+        elif self.way == "same tensors put back":
+            model.zero_grad()
+            loss.backward()
+            for p, gradient in zip(parameters, kept, strict=True):
+                p.grad = gradient
+        else:
+            kept = [None if g is None else g.clone() for g in kept]
+            if "after zeros" in self.way:
+                model.zero_grad(set_to_none=False)
+            elif "after zero_grad" in self.way:
+                model.zero_grad()
+            for _ in range(2 if "twice" in self.way else 1):
+                loss.backward(retain_graph=True)
+            for p, gradient in zip(parameters, kept, strict=True):
+                if gradient is None or "copies" in self.way:
+                    p.grad = gradient
+                else:
+                    p.grad.copy_(gradient)
+
+    def maybe(self, when, model):
+        if self.when == when:
+            self.probe(model)
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
-        if self.when == "step_begin":
-            self.probe(model)
+        self.maybe("step_begin", model)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        if self.when == "step_end":
-            self.probe(model)
+        self.maybe("step_end", model)
 
     def on_substep_end(self, args, state, control, model=None, **kwargs):
-        if self.when == "substep_end":
-            self.probe(model)
+        self.maybe("substep_end", model)
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.maybe("pre_optimizer_step", model)
+
+    def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.maybe("optimizer_step", model)
 
 
-@pytest.mark.parametrize("trigger", ["gnmr", "jacobian", "gsnr"])
-@pytest.mark.parametrize(
-    ("way", "when"),
-    [
-        *((way, when) for way in ("zero_grad", "zero_in_place", "autograd.grad") for when in ("step_begin", "step_end")),
-        ("autograd.grad", "substep_end"),
-    ],
-)
-def test_a_backward_that_is_thrown_away_leaves_no_mark(trainer_for, tiny, tmp_path, trigger, way, when):
-    options = {"max_steps": 4}
-    if when == "substep_end":
-        options |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
-    plain = trained(trainer_for, tiny, tmp_path, Trainer, GNMRCallback(trigger=trigger, max_o=1), **options)
-    probe = ThrownAway(way, when)
-    lines = trained(trainer_for, tiny, tmp_path, Trainer, GNMRCallback(trigger=trigger, max_o=1), probe, **options)
+PUT_BACK = [
+    "same tensors put back",
+    "copies put back",
+    "copies put back after zero_grad",
+    "copies put back, twice",
+    "values put back",
+    "values put back after zero_grad",
+    "values put back after zeros",
+]
+THROWN_AWAY = ["zero_grad", "zero_in_place", "autograd.grad"]
+PROBES = [
+    *((way, when, "jacobian", True) for way in THROWN_AWAY for when in ("step_begin", "step_end")),
+    *(("autograd.grad", when, "jacobian", True) for when in ("substep_end", "pre_optimizer_step", "optimizer_step")),
+    *((way, when, "jacobian", True) for way in PUT_BACK for when in ("substep_end", "pre_optimizer_step")),
+    *((way, when, "gnmr", False) for way in PUT_BACK[:2] for when in ("pre_optimizer_step", "optimizer_step")),
+    *((way, "step_begin", "gnmr", False) for way in THROWN_AWAY),
+]
+
+
+@pytest.mark.parametrize(("way", "when", "trigger", "probe_first"), PROBES)
+def test_a_backward_that_is_thrown_away_leaves_no_mark(trainer_for, tiny, tmp_path, trigger, way, when, probe_first):
+    lines, plain = with_and_without_probe(trainer_for, tiny, tmp_path, trigger, ThrownAway(way, when), probe_first)
     np.testing.assert_allclose([line["loss"] for line in lines], [line["loss"] for line in plain], rtol=0.02)
     for line, before in zip(lines, plain, strict=True):
         np.testing.assert_allclose(line["norms"], before["norms"], rtol=0.05)
         assert line["micro_batches"] == before["micro_batches"] and line["skipped"] is None
     if trigger == "jacobian":
         np.testing.assert_allclose(lines[-1]["signal"][1:], plain[-1]["signal"][1:], rtol=0.05)
+
+
+@pytest.mark.parametrize(("way", "when"), [("zero_grad", "step_begin"), ("values put back", "substep_end")])
+def test_gsnr_survives_a_backward_that_is_thrown_away(trainer_for, tiny, tmp_path, way, when):
+    lines, plain = with_and_without_probe(trainer_for, tiny, tmp_path, "gsnr", ThrownAway(way, when), True)
+    np.testing.assert_allclose([line["loss"] for line in lines], [line["loss"] for line in plain], rtol=0.02)
+    np.testing.assert_allclose(lines[-1]["norms"], plain[-1]["norms"], rtol=0.05)
+
+
+def with_and_without_probe(trainer_for, tiny, tmp_path, trigger, probe, probe_first):
+    """The steps of two runs on different rows, with clipping."""
+    options = {"max_steps": 3, "max_grad_norm": 0.1, "rows": token_rows(24)}
+    if probe.when == "substep_end":
+        options |= {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 1}
+    before = trained(trainer_for, tiny, tmp_path, Trainer, GNMRCallback(trigger=trigger, max_o=1), **options)
+    ours = GNMRCallback(trigger=trigger, max_o=1)
+    callbacks = [probe, ours] if probe_first else [ours, probe]
+    return trained(trainer_for, tiny, tmp_path, Trainer, *callbacks, **options), before
 
 
 def test_micro_batches_whose_gradients_are_thrown_away_make_a_short_window(trainer_for, tiny, tmp_path):
