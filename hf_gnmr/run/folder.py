@@ -18,7 +18,7 @@ from ..reading import MAX_YAML_BYTES, FileError, inside, read_json, read_utf8
 from ..terminal import shown
 from ..trace.lock import hold, release
 from ..training.journal import SUMMARY_FILE, TRACE_FILE
-from ..training.whole import CHECKPOINT, WEIGHTS, damage
+from ..training.whole import CHECKPOINT, WEIGHTS, damage, lacks_random_state
 from .recipe import normalised
 from .rowfiles import local_file
 from .sections import Recipe, RecipeError
@@ -94,6 +94,11 @@ class OutputFolder:
             raise RecipeError(
                 f"run.resume={str(run.resume)!r}: expected a complete checkpoint (weights, {', '.join(CHECKPOINT)}), got "
                 f"one with {broken}"
+            )
+        if lacks_random_state(self.checkpoint):
+            warnings.warn(
+                f"{self.checkpoint} has no rng_state.pth: dropout and sampling will not be those of an uninterrupted run",
+                stacklevel=2,
             )
         if files_of_a_run and self.checkpoint.resolve().parent != self.path.resolve():
             raise RecipeError(

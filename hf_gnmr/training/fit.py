@@ -43,9 +43,9 @@ def refuse_misfit(model: Any, folder: Path) -> None:
         if adapted and not any((folder / name).is_file() for name in (SAFETENSORS, BIN)):
             adapters = _adapters(model, folder)
             _refuse_unread(model, folder, adapters)
-            for adapter, place in adapters.items():
-                if adapter in model.peft_config:
-                    _refuse_adapter(model, place, adapter)
+            kept = [_refuse_adapter(model, place, name) for name, place in adapters.items() if name in model.peft_config]
+            if adapters:
+                _refuse_outside(model, folder, kept)
         else:
             names = stored_shapes(folder)
             own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -58,7 +58,13 @@ def refuse_misfit(model: Any, folder: Path) -> None:
         raise SetupError(f"the checkpoint {folder} cannot be resumed: {error}") from error
 
 
-def refuse(folder: Path, missing: Iterable[str] = (), unexpected: Iterable[str] = (), reshaped: Iterable[str] = ()) -> None:
+def refuse(
+    folder: Path,
+    missing: Iterable[str] = (),
+    unexpected: Iterable[str] = (),
+    reshaped: Iterable[str] = (),
+    advice: str = ": resume with the model and adapters of the checkpoint",
+) -> None:
     """Raise SetupError if any of these weights of a checkpoint do not fit the model."""
     parts = [
         f"{what}: {', '.join(sorted(names)[:NAMED])}{f', … ({len(names)} in all)' if len(names) > NAMED else ''}"
@@ -66,10 +72,7 @@ def refuse(folder: Path, missing: Iterable[str] = (), unexpected: Iterable[str] 
         if names
     ]
     if parts:
-        raise SetupError(
-            f"the weights in {folder} do not fit the model ({'; '.join(parts)}): resume with the model and adapters of the "
-            "checkpoint"
-        )
+        raise SetupError(f"the weights in {folder} do not fit the model ({'; '.join(parts)}){advice}")
 
 
 def stored_shapes(folder: Path) -> Shapes:
@@ -130,11 +133,30 @@ def _weights_of(folder: Path) -> Path | None:
     return next((folder / name for name in (ADAPTER, ADAPTER_BIN) if (folder / name).is_file()), None)
 
 
-def _refuse_adapter(model: Any, folder: Path, adapter: str) -> None:
+def _refuse_outside(model: Any, folder: Path, kept: list[tuple[set[int], Shapes]]) -> None:
+    """Refuse a checkpoint of adapters without weights that were unfrozen outside them: PEFT stores only what it knows."""
+    known = {address for addresses, _ in kept for address in addresses}
+    stored = {name for _, names in kept for name in names}
+    of_adapter = re.compile("|".join(rf"\.{re.escape(name)}(\.|$)" for name in model.peft_config))
+    parameters = model.named_parameters()
+    refuse(
+        folder,
+        missing=[
+            name
+            for name, p in parameters
+            if p.requires_grad and p.data_ptr() not in known and name not in stored and not of_adapter.search(name)
+        ],
+        advice=". Weights that are trained beside an adapter are stored with it if its modules_to_save names their module",
+    )
+
+
+def _refuse_adapter(model: Any, folder: Path, adapter: str) -> tuple[set[int], Shapes]:
+    """Refuse an adapter's file that does not fit; the addresses of the weights that PEFT stores, and what the file holds."""
     from peft.utils import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
     expected = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
     own = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    addresses = {tensor.data_ptr() for tensor in expected.values()}
     weights: dict[str, Any] | None = None
     if (folder / ADAPTER).is_file():
         stored = shapes_in(folder / ADAPTER)
@@ -142,7 +164,7 @@ def _refuse_adapter(model: Any, folder: Path, adapter: str) -> None:
         weights = load_peft_weights(str(folder), device="cpu")
         stored = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     if stored == own:
-        return
+        return addresses, stored
     refuse(folder, reshaped=_reshaped(own, stored))
     # Other versions of PEFT name some weights otherwise, and embeddings may be stored too: PEFT's own loading decides.
     weights = weights or load_peft_weights(str(folder), device="cpu")
@@ -155,3 +177,4 @@ def _refuse_adapter(model: Any, folder: Path, adapter: str) -> None:
     part = re.compile(rf"\.{re.escape(adapter)}(\.|$)")
     missing = [name for name in result.missing_keys if name in parameters and part.search(name)]
     refuse(folder, missing, result.unexpected_keys)
+    return addresses, stored

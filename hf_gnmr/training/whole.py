@@ -11,6 +11,7 @@ import math
 import os
 import re
 import zipfile
+import zlib
 from pathlib import Path
 
 from ..files import FileError, read_json
@@ -60,13 +61,18 @@ def _check(file: Path) -> None:
 
 
 def _missing_rank(checkpoint: Path) -> str | None:
-    """A run of several processes writes rng_state_0.pth, rng_state_1.pth, …, each by its own process."""
+    """One process writes rng_state.pth; several write rng_state_0.pth, rng_state_1.pth, …, each its own."""
     matches = [re.fullmatch(r"rng_state_(\d+)\.pth", file.name) for file in checkpoint.iterdir()]
     ranks = {int(match[1]) for match in matches if match is not None}
     first_missing = next(rank for rank in itertools.count() if rank not in ranks)
     if ranks and first_missing < max(2, max(ranks) + 1):
         return f"no rng_state_{first_missing}.pth, but those of other processes"
     return None
+
+
+def lacks_random_state(checkpoint: Path) -> bool:
+    """Whether there is no file of any process's random state: training can be resumed, but not with the same numbers."""
+    return not any(checkpoint.glob("rng_state*.pth"))
 
 
 def shapes_in(file: Path) -> Shapes:
@@ -128,7 +134,8 @@ def check_torch_file(file: Path) -> None:
     """Check a file that `torch.save` wrote: a zip archive, whose directory is at its end.
 
     Raises:
-        FileError: empty, cut off, or an archive whose entries are not where its directory says.
+        FileError: empty, cut off, an archive whose entries are not where its directory says, or do not have their checksums
+            (all of it is read; without checksums, as `torch.serialization.set_crc32_options(False)` writes them, not).
     """
     with open_regular(file, MAX_DATA_BYTES) as stream:
         start = stream.read(2)
@@ -136,14 +143,16 @@ def check_torch_file(file: Path) -> None:
             return
         try:
             with zipfile.ZipFile(stream) as archive:
-                entries = archive.infolist()
-                first = archive.start_dir
-            whole = any(entry.filename.endswith("data.pkl") for entry in entries)
-            for entry in entries:
-                stream.seek(entry.header_offset)
-                whole = whole and stream.read(4) == b"PK\x03\x04"
-                whole = whole and entry.header_offset + 30 + entry.compress_size <= first
-        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+                entries, first = archive.infolist(), archive.start_dir
+                whole = any(entry.filename.endswith("data.pkl") for entry in entries)
+                for entry in entries:
+                    stream.seek(entry.header_offset)
+                    whole = whole and stream.read(4) == b"PK\x03\x04"
+                    whole = whole and entry.header_offset + 30 + entry.compress_size <= first
+                damaged = archive.testzip() if whole and any(entry.CRC for entry in entries) else None
+        except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, NotImplementedError, RuntimeError) as error:
             raise FileError(f"{file} is empty or cut off ({file.stat().st_size} bytes)") from error
     if not whole:
         raise FileError(f"{file} is damaged: its entries are not where its directory says")
+    if damaged is not None:
+        raise FileError(f"{file} is damaged: {damaged.rpartition('/')[2]} does not have its checksum")

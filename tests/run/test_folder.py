@@ -133,6 +133,26 @@ def test_files_with_wrong_entries_are_not_whole(tmp_path):
     assert "optimizer.pt" in damage(checkpoint)
 
 
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth"])
+@pytest.mark.parametrize("place", [0.3, 0.5, 0.7])
+def test_a_torch_file_that_is_damaged_in_its_middle_is_not_whole(tmp_path, name, place):
+    checkpoint = write_checkpoint(tmp_path, 3)
+    torch.save({"state": torch.arange(8000.0)}, checkpoint / name)
+    content = bytearray((checkpoint / name).read_bytes())
+    content[int(place * len(content))] ^= 1
+    (checkpoint / name).write_bytes(content)
+    assert f"{name} is damaged: 0 does not have its checksum" in damage(checkpoint)
+
+
+def test_torch_files_without_checksums_are_whole(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        checkpoint = write_checkpoint(tmp_path, 3)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert is_whole(checkpoint)
+
+
 def test_the_earlier_checkpoint_is_taken_and_reported(tmp_path):
     for step in (2, 4, 6):
         write_checkpoint(tmp_path, step)
@@ -344,6 +364,14 @@ def test_an_explicit_checkpoint_that_is_cut_off_is_refused(saved, recipe_file, c
     file.write_bytes(file.read_bytes()[:-100])
     error = refused(capsys, recipe_file, f"run.resume={saved[0]}/checkpoint-3", *SAVING)
     assert "expected a complete checkpoint" in error and "optimizer.pt is empty or cut off" in error
+
+
+def test_a_checkpoint_without_random_state_is_resumed_and_reported(saved, recipe_file):
+    run = saved[0]
+    (run / "checkpoint-3" / "rng_state.pth").unlink()
+    shutil.rmtree(run / "checkpoint-6")
+    with pytest.warns(UserWarning, match=r"checkpoint-3 has no rng_state.pth: dropout and sampling will not be those"):
+        assert main([recipe_file, "run.resume=auto", *SAVING]) == 0
 
 
 @pytest.mark.parametrize("text", ["", "model: {name: [", "- a"])

@@ -178,6 +178,37 @@ def test_a_whole_model_is_no_checkpoint_of_adapters(tmp_path, kind, beside_an_ad
         refuse_misfit(model, tmp_path)
 
 
+@pytest.mark.parametrize("unfrozen", ["lm_head.weight", "embed_tokens.weight", "0.input_layernorm.weight"])
+def test_weights_that_were_unfrozen_beside_an_adapter_are_not_resumed_in_silence(tmp_path, unfrozen):
+    """PEFT does not store them."""
+    model = with_lora(random_llama(), target_modules=["q_proj"])
+    model.save_pretrained(tmp_path)
+    refuse_misfit(model, tmp_path)
+    (name,) = [name for name, _ in model.named_parameters() if name.endswith(unfrozen)]
+    model.get_parameter(name).requires_grad_(True)
+    with pytest.raises(SetupError, match=rf"missing: {name}\)\. .* its modules_to_save names their module"):
+        refuse_misfit(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["embed_tokens"]},
+        {"bias": "all"},
+        {"use_dora": True},
+        {"trainable_token_indices": [1, 5]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj"], "layers_to_transform": [1]},
+    ],
+    ids=str,
+)
+def test_weights_that_peft_stores_beside_or_in_an_adapter_fit(tmp_path, options):
+    model = with_lora(random_llama(), **{"target_modules": ["q_proj"], **options})
+    model.save_pretrained(tmp_path)
+    refuse_misfit(model, tmp_path)
+
+
 def test_a_whole_model_with_its_adapters_fits(tmp_path):
     model = with_lora(random_llama(), target_modules=["q_proj"])
     save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors")
