@@ -11,7 +11,6 @@ the units that triggered at the end of the step, and `active`, the units on the 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -19,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import FileError, free_name, free_number, numbered, partial_name, plain, printable, regular, replaceable
+from ..files import FileError, free_number, numbered, partial_name, plain, printable, regular, replaceable
 from ..reading import MAX_TRACE_BYTES, MAX_TRACE_LINE_BYTES, lines_of, open_regular, parse_json
 from ..terminal import shown
 from .appended import Appended
-from .lock import hold, release
+from .lock import hold, release, renew
+from .resumed import cut_after, same_run
 
 SCHEMA = 1
 START = b'{"schema"'
@@ -82,16 +82,17 @@ class TraceWriter:
         self.missing = 0
         """Steps up to `resume_after` without a line in the earlier trace."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._header = line_of({"schema": SCHEMA, **header})
         self._lock: Path | None = hold(self.path)
         try:
-            self._open({"schema": SCHEMA, **header}, header, resume_after)
+            self._open(header, resume_after)
         except BaseException:
             self._release()
             raise
 
-    def _open(self, first: dict[str, Any], header: dict[str, Any], resume_after: int | None) -> None:
-        if resume_after is not None and _same_run(self.path, header):
-            self.set_aside, last = _cut_after(self.path, resume_after)
+    def _open(self, header: dict[str, Any], resume_after: int | None) -> None:
+        if resume_after is not None and same_run(self.path, header):
+            self.set_aside, last = cut_after(self.path, resume_after)
             self.continued, self.missing = True, resume_after - last
             self._file = Appended(regular(self.path), new=False)
             self._header = next(self._file.lines())
@@ -102,9 +103,8 @@ class TraceWriter:
             os.replace(file, numbered(file, number))
         if self.path in earlier:
             self.set_aside = numbered(self.path, number)
-        self._header = line_of(first)
         self._file = Appended(regular(self.path), new=True)
-        self.write(first)
+        self._file.write(self._header)
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line and flush it to the operating system; `notice` reports a file that others changed before."""
@@ -118,12 +118,16 @@ class TraceWriter:
         original, aside = self._file.path, None  # behind any link
         partial = partial_name(original)
         original.parent.mkdir(parents=True, exist_ok=True)
-        steps = -1
+        steps = 0
         with partial.open("wb") as copy:
-            for line in _readable(self._file, self._header):
-                copy.write(line)
-                steps += 1
+            copy.write(self._header)
+            for number, line in self._file.own_lines():
+                if number:
+                    copy.write(line)
+                    steps += 1
         self._file.close()
+        if self._lock is not None:
+            renew(self._lock, original)
         if fault == "truncated":  # nobody's name is free: what is left of the file keeps all that is in it
             aside = numbered(original, free_number(original, *self._beside))
             os.replace(regular(original), aside)
@@ -144,7 +148,7 @@ class TraceWriter:
     def close(self) -> None:
         """Close the file, once more written again if others changed it (`notice`); may be called more than once."""
         try:
-            fault = None if self._lock is None else self._file.fault()
+            fault = None if self._lock is None else self._file.fault(thorough=True)
             if fault is not None:
                 self.notice = self._recover(fault)
         finally:
@@ -225,19 +229,6 @@ def refuse_place(path: str | os.PathLike[str], *, named: bool) -> None:
         replaceable(file, lambda beginning: START.startswith(beginning[: len(START)]), "a trace")
 
 
-def _readable(file: Appended, header: bytes) -> Iterator[bytes]:
-    """The header, and the whole lines of steps that still follow it in `file`."""
-    yield header
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        for number, line in enumerate(file.lines()):
-            if number == 0 and line != header:
-                return
-            if number:
-                if not line.endswith(b"\n") or not isinstance(json.loads(line)["step"], int):
-                    return
-                yield line
-
-
 def record_of(line: bytes, where: str) -> dict[str, Any]:
     """Parse a line of a trace.
 
@@ -294,48 +285,3 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     lines = TraceLines(path)
     steps = list(lines)
     return Trace(lines.path, lines.header, steps, lines.cut)
-
-
-def _same_run(path: Path, header: dict[str, Any]) -> bool:
-    """Whether `path` is the trace of the same run, with the same units under the same settings."""
-    try:
-        with open_regular(path, MAX_TRACE_BYTES) as file:
-            old = parse_json(next(lines_of(file, path, MAX_TRACE_LINE_BYTES), b""), str(path))
-    except (OSError, ValueError):
-        return False
-    names = ("run_id", "units", "config", "max_o", "trigger", "backend")
-    return isinstance(old, dict) and all(old.get(name) == plain(header[name]) for name in names)
-
-
-def _cut_after(path: Path, step: int) -> tuple[Path | None, int]:
-    """Keep the header and the lines up to `step`; move the rest, including a broken tail, to a separate file.
-
-    Returns:
-        that file (None: no lines were moved), and the step of the last line that was kept (0: none).
-    """
-    path = regular(path)
-    lines = path.read_bytes().split(b"\n")
-    lines = [*(line + b"\n" for line in lines[:-1]), *filter(None, lines[-1:])]
-    kept: list[bytes] = []
-    last = 0
-    for number, line in enumerate(lines):
-        try:
-            record = json.loads(line)
-            keep = line.endswith(b"\n") and (number == 0 or record["step"] <= step)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            keep = False
-        if not keep:
-            break
-        kept.append(line)
-        last = record.get("step", 0)
-    rest = lines[len(kept) :]
-    if not rest:
-        return None, last
-    aside = path.with_name(f"{path.stem}.after-step-{step}{path.suffix}")
-    if aside.exists():
-        aside = free_name(aside)
-    partial = partial_name(path)
-    partial.write_bytes(b"".join(kept))
-    aside.write_bytes(b"".join(rest))
-    os.replace(partial, path)
-    return aside, last

@@ -85,6 +85,27 @@ def release(file: Path) -> None:
     os.close(held.descriptor)
 
 
+def renew(file: Path, trace: Path) -> None:
+    """Take a held lock again, if its file was removed with its folder.
+
+    If another run took it in the meantime, that run has the trace's name, and this one's trace continues under another.
+    """
+    held = _HELD.get(file)
+    if held is None:
+        return
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(held.descriptor), os.stat(file)):
+            return
+    del _HELD[file]
+    try:
+        hold(trace)
+    except (SetupError, OSError):
+        _HELD[file] = held
+        return
+    _HELD[file].times = held.times
+    os.close(held.descriptor)
+
+
 def _open(file: Path) -> int:
     try:
         return os.open(file, os.O_RDWR | os.O_CREAT, 0o666)

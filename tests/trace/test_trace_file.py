@@ -290,3 +290,96 @@ def test_what_others_append_is_noticed_and_spoils_no_line(writer, foreign):
     writer.write({"step": 5})
     assert [line["step"] for line in read_trace(writer.path).steps] == [1, 2, 3, 4, 5][-len(read_trace(writer.path).steps) :]
     assert [line["step"] for line in read_trace(writer.path).steps][-2:] == [4, 5]
+
+
+def overwrite(path, step, value):
+    """Overwrite a step's line in place, with a line of the same length."""
+    content = path.read_bytes()
+    line = json.dumps({"step": step}).encode()
+    assert len(value) == len(line)
+    path.write_bytes(content)  # the same file, the same size
+    with path.open("r+b") as file:
+        file.seek(content.index(line))
+        file.write(value)
+
+
+@pytest.mark.parametrize("value", [b'{"step": 7}', b"\0" * 11, b'\n{"step":2}'], ids=["another step", "zeros", "two lines"])
+def test_a_line_that_was_overwritten_long_before_the_end_is_noticed_at_close(tmp_path, value):
+    writer = TraceWriter(tmp_path / "trace.jsonl", HEADER)
+    for step in range(1, 40):
+        writer.write({"step": step})
+    overwrite(writer.path, 2, value)
+    writer.write({"step": 40})
+    assert writer.notice is None, "only the end is compared while the run goes on"
+    found = writer.path.read_bytes()
+    writer.close()
+    assert "it continues with the 39 steps that can still be read" in writer.notice
+    assert steps_of(writer.path) == [1, *range(3, 41)]
+    assert (tmp_path / "trace.1.jsonl").read_bytes() == found
+
+
+def test_a_run_whose_folder_was_removed_takes_its_lock_again(tmp_path):
+    writer = TraceWriter(tmp_path / "run" / "trace.jsonl", HEADER)
+    writer.write({"step": 1})
+    delete_the_folder(writer.path)
+    writer.write({"step": 2})
+    script = "import sys\nfrom pathlib import Path\nfrom hf_gnmr.trace.lock import hold\nhold(Path(sys.argv[1]))"
+    second = subprocess.run(
+        [sys.executable, "-c", script, str(writer.path)], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert f"is being written by another run (pid {os.getpid()} on " in second.stderr
+    writer.close()
+    assert steps_of(writer.path) == [1, 2] and not list((tmp_path / "run").glob(".*"))
+
+
+def test_where_another_run_took_the_removed_folder_both_traces_are_kept(tmp_path):
+    """The other run has the name; this one continues under a number."""
+    writer = TraceWriter(tmp_path / "run" / "trace.jsonl", HEADER)
+    writer.write({"step": 1})
+    delete_the_folder(writer.path)
+    script = (
+        "import sys\nfrom hf_gnmr.trace.file import TraceWriter\n"
+        f"writer = TraceWriter(sys.argv[1], {HEADER!r})\nwriter.write({{'step': 1}})\n"
+        "print('holds', flush=True)\nsys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(writer.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout.readline() == "holds\n"
+        writer.write({"step": 2})
+        writer.close()
+        assert (tmp_path / "run" / ".trace.jsonl.lock").exists()
+        other.communicate("")
+    assert steps_of(tmp_path / "run" / "trace.jsonl") == [1] and steps_of(tmp_path / "run" / "trace.1.jsonl") == [1, 2]
+
+
+def test_two_writers_in_one_process_lose_nothing(tmp_path):
+    """As in a notebook whose cell runs again after an interrupted training: the second one has the name."""
+    first = TraceWriter(tmp_path / "trace.jsonl", {**HEADER, "run_id": "first"})
+    first.write({"step": 1})
+    second = TraceWriter(tmp_path / "trace.jsonl", {**HEADER, "run_id": "second"})
+    for step in (2, 3):
+        first.write({"step": step})
+        second.write({"step": step})
+    first.close()
+    second.close()
+    runs = {read_trace(path).header["run_id"]: path for path in (first.path, second.path)}
+    assert runs == {"first": first.path, "second": tmp_path / "trace.jsonl"}
+    assert steps_of(first.path) == [1, 2, 3] and steps_of(second.path) == [2, 3]
+
+
+@pytest.mark.parametrize("tail", [b'{"step": 3', b"\0" * 5000, b"x" * 5000 + b"\n", b'{"step": 3}\n{"step": 4}\n'])
+def test_a_resumed_trace_keeps_its_lines_and_the_rest_beside_it(tmp_path, tail):
+    writer = TraceWriter(tmp_path / "trace.jsonl", HEADER)
+    for step in (1, 2):
+        writer.write({"step": step})
+    writer.close()
+    with writer.path.open("ab") as file:
+        file.write(tail)
+    resumed = TraceWriter(writer.path, HEADER, resume_after=2)
+    assert resumed.continued and resumed.missing == 0
+    assert resumed.set_aside.read_bytes() == tail
+    resumed.write({"step": 3})
+    resumed.close()
+    assert steps_of(writer.path) == [1, 2, 3] and resumed.notice is None
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["trace.after-step-2.jsonl", "trace.jsonl"]
