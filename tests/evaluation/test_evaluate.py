@@ -69,6 +69,7 @@ def run_script(*arguments):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_script_runs_from_a_shell_and_leaves_the_table(runs):
     assert "| bf16 (recovery) |" in run_script(runs / "bf16", "--tasks", "wikitext_tokens")
     assert {"compare.md", "compare.json", "compare.csv"} <= {file.name for file in (runs / "bf16" / "eval").iterdir()}

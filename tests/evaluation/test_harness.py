@@ -24,7 +24,9 @@ pytest_plugins = ["evaluation_runs"]
 pytestmark = pytest.mark.usefixtures("inside_tmp_path")
 
 
-@pytest.mark.parametrize("task", ["hellaswag", "mmlu", "gsm8k", "wikitext"])
+@pytest.mark.parametrize(
+    "task", ["hellaswag", "gsm8k", *(pytest.param(t, marks=pytest.mark.slow) for t in ("mmlu", "wikitext"))]
+)
 def test_a_base_through_our_loader_is_the_base_through_plain_lm_eval(tiny_lm, tmp_path, task):
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
@@ -57,7 +59,14 @@ def test_a_base_through_our_loader_is_the_base_through_plain_lm_eval(tiny_lm, tm
         assert scored["metrics"]["word_perplexity"] == pytest.approx(plain["results"]["wikitext"]["word_perplexity,none"])
 
 
-@pytest.mark.parametrize(("run", "precision"), [("bf16", "recovery"), ("gnmr", "low"), ("gnmr", "recovery")])
+@pytest.mark.parametrize(
+    ("run", "precision"),
+    [
+        pytest.param("bf16", "recovery", marks=pytest.mark.slow),
+        ("gnmr", "low"),
+        pytest.param("gnmr", "recovery", marks=pytest.mark.slow),
+    ],
+)
 def test_batch_sizes_agree(runs, run, precision, capsys):
     """Padding moves a log-likelihood by rounding only, in BF16 and in INT8: 1%."""
     scores = []

@@ -213,7 +213,7 @@ def test_a_script_that_is_not_run_does_nothing(name):
     exec(compile(script.as_script(MINIMAL), "recipe.yaml", "exec"), namespace)
 
 
-@pytest.mark.parametrize("way", ["python", "the file"])
+@pytest.mark.parametrize("way", ["the file", pytest.param("python", marks=pytest.mark.slow)])
 def test_an_error_is_one_line(tmp_path, way):
     file = str(REPOSITORY / "recipes" / "llama2_13b_lora.yaml")
     command = ["python", file] if way == "python" else [file]

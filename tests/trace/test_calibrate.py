@@ -32,8 +32,14 @@ def tolerance(share, pairs=900 * 12):
     return 3 * math.sqrt(3 / (share * pairs))
 
 
-@pytest.mark.parametrize("wanted", [0.005, 0.02, 0.1])
-@pytest.mark.parametrize("beta", [True, False])
+@pytest.mark.parametrize(
+    ("wanted", "beta"),
+    [
+        (0.02, True),
+        (0.02, False),
+        *(pytest.param(share, beta, marks=pytest.mark.slow) for share in (0.005, 0.1) for beta in (True, False)),
+    ],
+)
 def test_a_promotion_ratio_is_met_on_held_out_steps_too(series, wanted, beta):
     proposal = calibrate(series, "promotion_ratio", wanted, beta=beta)
     assert proposal.fitted == pytest.approx(wanted, rel=0.02)
@@ -78,6 +84,7 @@ def test_held_out_blocks_are_spread_over_the_run(size, share):
     assert held[: size // 2].any() and held[size // 2 :].any()
 
 
+@pytest.mark.slow
 def test_the_command_and_its_fragment(series, tmp_path, capsys):
     recipe = tmp_path / "base.yaml"
     recipe.write_text("model: {name: builtin}\ndata: {name: builtin}\n")

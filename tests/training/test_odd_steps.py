@@ -313,12 +313,28 @@ PUT_BACK = [
     "values put back after zeros",
 ]
 THROWN_AWAY = ["zero_grad", "zero_in_place", "autograd.grad"]
+QUICK = [
+    *((way, "step_begin", "jacobian", True) for way in THROWN_AWAY),
+    ("zero_grad", "step_end", "gnmr", False),
+    ("autograd.grad", "substep_end", "jacobian", True),
+    ("autograd.grad", "pre_optimizer_step", "jacobian", False),
+    ("same tensors put back", "substep_end", "gnmr", True),
+    ("same tensors put back", "pre_optimizer_step", "jacobian", True),
+    ("copies put back", "substep_end", "jacobian", True),
+    ("copies put back", "pre_optimizer_step", "gnmr", True),
+    ("copies put back", "optimizer_step", "jacobian", False),
+    ("values put back after zero_grad", "pre_optimizer_step", "jacobian", True),
+]
+EVENTS = ["step_begin", "substep_end", "pre_optimizer_step", "optimizer_step", "step_end"]
 PROBES = [
-    *((way, when, "jacobian", True) for way in THROWN_AWAY for when in ("step_begin", "step_end")),
-    *(("autograd.grad", when, "jacobian", True) for when in ("substep_end", "pre_optimizer_step", "optimizer_step")),
-    *((way, when, "jacobian", True) for way in PUT_BACK for when in ("substep_end", "pre_optimizer_step")),
-    *((way, when, "gnmr", False) for way in PUT_BACK[:2] for when in ("pre_optimizer_step", "optimizer_step")),
-    *((way, "step_begin", "gnmr", False) for way in THROWN_AWAY),
+    *QUICK,
+    *(
+        pytest.param(way, when, "jacobian", first, marks=pytest.mark.slow)
+        for way in (*THROWN_AWAY, *PUT_BACK)
+        for when in (EVENTS if way == "autograd.grad" else EVENTS[1:4] if way in PUT_BACK else EVENTS[::4])
+        for first in (True, False)
+        if (way, when, "jacobian", first) not in QUICK
+    ),
 ]
 
 

@@ -122,9 +122,9 @@ def killed_run(folder, tiny, where, step):
 @pytest.mark.parametrize(
     ("where", "step", "last"),
     [
-        ("between saves", 5, "checkpoint-4"),
-        ("between saves", 1, None),
-        ("while saving", 4, "checkpoint-2"),
+        pytest.param("between saves", 5, "checkpoint-4", marks=pytest.mark.slow),
+        pytest.param("between saves", 1, None, marks=pytest.mark.slow),
+        pytest.param("while saving", 4, "checkpoint-2", marks=pytest.mark.slow),
         ("while saving the state", 4, "checkpoint-2"),
     ],
 )

@@ -35,6 +35,7 @@ def run_example(model, data, out, *arguments):
     return result.stdout
 
 
+@pytest.mark.slow
 def test_the_example_resumes_bit_for_bit(tiny_lm, rows_file, tmp_path):
     out = run_example(tiny_lm, rows_file, tmp_path / "straight")
     assert out.count("GNMR: 3 units") == 1 and "step 12: loss" in out

@@ -115,6 +115,7 @@ def test_model_init_gives_each_run_a_new_model(trainer_for, tiny, tmp_path):
     assert len(made) == 3 and runs[0] == runs[1] and all(map(is_plain, made))
 
 
+@pytest.mark.slow
 def test_compiled_training_sees_the_same_and_recompiles_for_no_choice(trainer_for, tiny, tmp_path, straight):
     graphs = {"none": [], "gnmr": []}
 
@@ -232,7 +233,9 @@ def test_label_smoothing_is_computed_in_float32(trainer_for, bf16):
     assert loss == pytest.approx(torch.nn.functional.cross_entropy(flat, labels, label_smoothing=0.1).item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["peft_config", "peft model", "packing"])
+@pytest.mark.parametrize(
+    "kind", ["peft_config", *(pytest.param(k, marks=pytest.mark.slow) for k in ("peft model", "packing"))]
+)
 def test_supervised_fine_tuning_by_trl(kind, tiny_lm, tmp_path):
     datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
 
