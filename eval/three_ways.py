@@ -32,7 +32,7 @@ from hf_gnmr.backends.bf16_cpu import float32_kernels
 from hf_gnmr.backends.units import find_units
 from hf_gnmr.config import ConfigError
 from hf_gnmr.control.gnmr import Controller
-from hf_gnmr.files import read_json, write_json
+from hf_gnmr.files import read_json, write_json, write_text
 from hf_gnmr.run.data import encode, load_rows
 from hf_gnmr.run.emulated import kernels
 from hf_gnmr.run.models import add_adapters, load_base, load_tokenizer, model_source
@@ -78,12 +78,12 @@ def three_ways(recipe: Recipe, emulated: bool, options: argparse.Namespace) -> i
                 return status
     out = options.out
     payload: dict[str, Any] = {"runs": {way: read_run(out / way) for way in WAYS}, "step_time_ratios": {}}
-    (out / "table.md").write_text(table(payload) + "\n", encoding="utf-8")
+    write_text(out / "table.md", table(payload) + "\n")
     if options.rounds:
         print(f"\n=== step times, {options.rounds} rounds ({time.perf_counter() - started:.0f} s so far)", flush=True)
         payload["step_time_ratios"] = step_time_ratios(recipe, out, options.rounds)
     text = table(payload)
-    (out / "table.md").write_text(text + "\n", encoding="utf-8")
+    write_text(out / "table.md", text + "\n")
     write_json(out / "table.json", payload)
     print(f"\n{text}\n\nFiles: {out}/table.md, table.json; each run (trace, summary, adapter) in {out}/bf16, int8, gnmr")
     print(f"{time.perf_counter() - started:.0f} s in all")

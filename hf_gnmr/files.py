@@ -5,11 +5,12 @@ JSON has no inf and no nan, so values that are not finite are written as the str
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,21 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     Raises:
         FileError: `path` leads to something other than a regular file.
     """
+    with replacing(path) as partial:
+        partial.write_bytes(content)
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A place for a new file, which takes the name `path` once it is whole; after an error nothing of it is left.
+
+    Raises:
+        FileError: `path` leads to something other than a regular file.
+    """
     file = regular(path)
     partial = partial_name(file)
     try:
-        partial.write_bytes(content)
+        yield partial
         os.replace(partial, file)
     finally:
         partial.unlink(missing_ok=True)
@@ -74,6 +86,24 @@ def regular(path: str | os.PathLike[str]) -> Path:
     if not stat.S_ISREG(mode):
         raise FileError(f"{path} is {kind_of(mode)}: expected a file name")
     return Path(os.path.realpath(path))
+
+
+def writable(path: str | os.PathLike[str]) -> None:
+    """Refuse a name under which no file can be written, before anything is computed for it.
+
+    Raises:
+        FileError: no name at all, a folder that does not exist or may not be written (behind a link: that of the file that
+            it points to), or something other than a regular file.
+    """
+    name = os.fspath(path)
+    if not name or name.endswith(os.sep):
+        raise FileError(f"{name!r} names no file: expected a file name")
+    file = regular(path)
+    folder = file.parent if os.path.islink(path) else Path(path).parent
+    if not folder.is_dir():
+        raise FileError(f"{path}: {folder} is not a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise FileError(f"{path}: {folder} may not be written")
 
 
 def replaceable(path: str | os.PathLike[str], ours: Callable[[bytes], bool], what: str) -> None:

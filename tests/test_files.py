@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
 from conftest import place
 
-from hf_gnmr.files import FileError, free_number, numbered, regular, replaceable, write_json, write_text
+from hf_gnmr.files import FileError, free_number, numbered, regular, replaceable, replacing, writable, write_json, write_text
 
 KINDS = ["folder", "fifo", "socket", "loop", "below a file", "link to a device", "link to a folder"]
 
@@ -64,3 +65,41 @@ def test_files_that_belong_together_get_one_number(tmp_path):
     (tmp_path / "summary.2.json").symlink_to("/nowhere")
     assert free_number(trace, summary) == 3
     assert numbered(trace, 3).name == "trace.3.jsonl" and numbered(summary, 3).name == "summary.3.json"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_place_for_a_file_is_known_before_one_is_written(tmp_path, kind):
+    with pytest.raises(FileError, match=str(tmp_path)):
+        writable(place(tmp_path, kind))
+
+
+@pytest.mark.parametrize("name", ["", "folder/", "nowhere/file", "link"])
+def test_names_of_no_file(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("nowhere/file")
+    with pytest.raises(FileError, match="names no file: expected a file name|nowhere is not a folder"):
+        writable(name)
+
+
+def test_a_folder_that_may_not_be_written(tmp_path, monkeypatch):
+    writable(tmp_path / "file")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(FileError, match=f"{tmp_path} may not be written"):
+        writable(tmp_path / "file")
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_full_disk_leaves_what_was_there_and_nothing_else(tmp_path, existing):
+    file = tmp_path / "file"
+    if existing:
+        file.write_text("old")
+
+    def fill():
+        with replacing(file) as partial:
+            partial.write_text("half of the n")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match="No space left"):
+        fill()
+    assert [path.name for path in tmp_path.iterdir()] == (["file"] if existing else [])
+    assert not existing or file.read_text() == "old"

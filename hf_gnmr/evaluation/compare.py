@@ -96,7 +96,7 @@ def check_output(output: Path) -> None:
     Raises:
         ConfigError: naming it.
     """
-    if output.exists() and not output.is_dir():
+    if os.path.lexists(output) and not output.is_dir():
         raise ConfigError(f"--output {output}: not a folder")
     for name, beginnings in OURS.items():
         try:

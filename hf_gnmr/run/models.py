@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import shutil
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -284,8 +285,10 @@ def import_gguf(gguf_file: str | os.PathLike[str], folder: str | os.PathLike[str
     file, target = Path(gguf_file), Path(folder)
     if not file.is_file():
         raise SetupError(f"{file}: no such file")
-    if target.exists():
+    if os.path.lexists(target):
         raise SetupError(f"{target} exists already: remove it, or choose another folder")
+    if not target.parent.is_dir() or not os.access(target.parent, os.W_OK | os.X_OK):
+        raise SetupError(f"{target} cannot be created: {target.parent} is no folder that may be written")
     try:
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
@@ -299,7 +302,10 @@ def import_gguf(gguf_file: str | os.PathLike[str], folder: str | os.PathLike[str
     twin.load_state_dict(model.state_dict())
     twin.generation_config = GenerationConfig.from_model_config(config)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    twin.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    os.replace(partial, target)
+    try:
+        twin.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        os.replace(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return target

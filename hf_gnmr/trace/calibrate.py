@@ -23,7 +23,7 @@ import numpy as np
 
 from ..config import ConfigError, parse_bytes
 from ..control.controller import Bools
-from ..files import FileError, plain, printable, write_text
+from ..files import FileError, plain, printable, writable, write_text
 from ..reading import SHIPPED
 from ..script import write_script
 from ..terminal import cleaned, error_line
@@ -277,6 +277,10 @@ def main(argv: list[str] | None = None) -> int:
         if options.output is not None:
             if os.path.lexists(options.output):
                 raise ConfigError(f"--output {options.output} exists already: name another file")
+            try:
+                writable(options.output)
+            except FileError as error:
+                raise ConfigError(f"--output {error}") from error
             (write_text if extends is None else write_script)(options.output, text)
     except (ConfigError, FileError, OSError) as error:
         print(error_line(error), file=sys.stderr)

@@ -119,12 +119,16 @@ class TraceWriter:
         partial = partial_name(original)
         original.parent.mkdir(parents=True, exist_ok=True)
         steps = 0
-        with partial.open("wb") as copy:
-            copy.write(self._header)
-            for number, line in self._file.own_lines():
-                if number:
-                    copy.write(line)
-                    steps += 1
+        try:
+            with partial.open("wb") as copy:
+                copy.write(self._header)
+                for number, line in self._file.own_lines():
+                    if number:
+                        copy.write(line)
+                        steps += 1
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
         self._file.close()
         if self._lock is not None:
             renew(self._lock, original)

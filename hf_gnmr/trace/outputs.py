@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from ..config import ConfigError
-from ..files import FileError, replaceable
+from ..files import FileError, replaceable, writable
 
 TITLE = "<title>GNMR report: "
 """By it and by its first tag a page is recognised; pages of all versions have both near their beginning."""
 
 
-def check_paths(output: Path, folder: Path | None) -> None:
+def check_paths(output: str, folder: Path | None) -> None:
     """Refuse places for the page or the figures, before anything is computed.
 
     Raises:
         ConfigError: naming option and place.
     """
-    if not output.parent.is_dir():
-        raise ConfigError(f"--output {output}: {output.parent} is not a folder")
     try:
+        writable(output)
         replaceable(output, _is_page, "a page of hf-gnmr report")
     except FileError as error:
         raise ConfigError(f"--output {error}") from error
-    if folder is not None and folder.exists() and not folder.is_dir():
+    if folder is not None and os.path.lexists(folder) and not folder.is_dir():
         raise ConfigError(f"--figures {folder}: not a folder")
 
 

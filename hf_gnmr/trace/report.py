@@ -328,7 +328,7 @@ def _follow(runs: list[str]) -> int:
 def _write(options: argparse.Namespace) -> int:
     """Write the page, and the figures where they are asked for."""
     figures.pyplot()
-    check_paths(Path(options.output), None if options.figures is None else Path(options.figures))
+    check_paths(options.output, None if options.figures is None else Path(options.figures))
     runs = [read_series(run, strict=False) for run in options.runs]
     labels = labels_of([Path(run) for run in options.runs])
     if options.figures is not None:

@@ -23,6 +23,7 @@ from transformers.trainer_callback import ExportableState
 from ..backends.units import Unit
 from ..config import ConfigError, GNMRConfig, SetupError, one_of
 from ..control.controller import Decision, Trigger
+from ..files import replacing
 from .checkpoints import is_checkpoint_of, load_renamed
 from .checks import refuse_trace_place, refuse_unreadable_gradients, refuse_windows_never_full, rows_per_micro_batch
 from .fit import refuse_misfit
@@ -195,10 +196,10 @@ class GNMRCallback(TrainerCallback, ExportableState):
         tensors = {} if self.session is None or self.session.signal is None else self.session.signal.tensors()
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if tensors and state.is_world_process_zero and folder.is_dir():
-            partial = folder / f"{SIGNAL_FILE}.partial"
             marks = {"run_id": str(self._run_id), "step": str(state.global_step)}
-            save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, partial, metadata=marks)
-            os.replace(partial, folder / SIGNAL_FILE)
+            stored = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+            with replacing(folder / SIGNAL_FILE) as partial:
+                save_file(stored, partial, metadata=marks)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.session is not None:

@@ -160,3 +160,8 @@ def test_a_gguf_file_is_not_written_over_a_folder(tmp_path):
     file.write_bytes(b"")
     with pytest.raises(SetupError, match="exists already: remove it, or choose another folder"):
         import_gguf(file, tmp_path)
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(SetupError, match="exists already"):
+        import_gguf(file, tmp_path / "link")
+    with pytest.raises(SetupError, match=r"cannot be created: .*nowhere is no folder that may be written"):
+        import_gguf(file, tmp_path / "nowhere" / "model")

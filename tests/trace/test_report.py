@@ -359,6 +359,19 @@ def test_output_paths_are_checked_first(run, tmp_path, monkeypatch, capsys, argu
     assert not (tmp_path / "x.html").exists()
 
 
+@pytest.mark.parametrize("output", ["", "nowhere/x", "link", "folder/"])
+@pytest.mark.parametrize("command", [["report"], ["calibrate", "--exceedance", "0.1"]], ids=["report", "calibrate"])
+def test_places_where_nothing_can_be_written_are_refused_in_a_line(run, tmp_path, monkeypatch, capsys, command, output):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("nowhere/x")
+    before = sorted(tmp_path.iterdir())
+    assert main([command[0], str(run), *command[1:], "--output", output]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --output ") and error.count("\n") == 1
+    assert any(words in error for words in ("names no file", "nowhere is not a folder", "link exists already"))
+    assert sorted(tmp_path.iterdir()) == before
+
+
 PAGES = {
     "of this version": None,
     "of version 0.1.0": b'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width='

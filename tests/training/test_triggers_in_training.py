@@ -9,11 +9,13 @@ import pytest
 import torch
 from conftest import load_int8, random_llama, token_rows, trace_lines, with_lora
 from synthetic import stationary, write_trace
+from transformers import TrainerCallback
 
 from hf_gnmr import GNMRCallback, GNMRConfig, GNMRSession
 from hf_gnmr.backends.units import find_projections
 from hf_gnmr.config import ConfigError
 from hf_gnmr.control.triggers import TRIGGERS, check_trigger, make_trigger
+from hf_gnmr.files import FileError
 from hf_gnmr.trace.lifted import resolve_trigger_options
 from hf_gnmr.trace.replay import differences
 from hf_gnmr.trace.series import read_series
@@ -126,6 +128,21 @@ def test_gsnr_without_its_file_starts_from_scratch_with_a_warning(trainer_for, t
     resumed = trainer_for(random_llama(), GNMRCallback(backend="activation", trigger="gsnr"), **common)
     with pytest.warns(UserWarning, match="running means of trigger 'gsnr' start from scratch"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+
+
+def test_the_file_of_a_trigger_replaces_nothing_but_a_file(trainer_for, tmp_path):
+    """A checkpoint's folder may hold anything under its name, and no half-written file stays."""
+    callback = GNMRCallback(backend="activation", trigger="gsnr")
+
+    class Place(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                (tmp_path / "run" / "checkpoint-3" / "gnmr_trigger.safetensors").mkdir(parents=True)
+
+    trainer = trainer_for(random_llama(), Place(), callback, max_steps=3, save_strategy="steps", save_steps=3)
+    with pytest.raises(FileError, match="gnmr_trigger.safetensors is a folder: expected a file name"):
+        trainer.train()
+    assert not list((tmp_path / "run" / "checkpoint-3").glob(".*"))
 
 
 def test_random_takes_its_ratio_from_a_trace(trainer_for, tmp_path):
