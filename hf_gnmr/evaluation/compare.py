@@ -18,7 +18,7 @@ import numpy as np
 
 from ..config import ConfigError
 from ..files import FileError, free_number, numbered, read_json, replaceable, write_json, write_text
-from ..terminal import clean, cleaned, error_line
+from ..terminal import TRACEBACK, TRACEBACK_HELP, clean, cleaned, refused
 from .results import Result, load_results
 from .scores import figure, standard_error
 from .table import CSV_COLUMNS, as_csv, markdown
@@ -45,12 +45,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run that was evaluated, or a folder of results")
     parser.add_argument("--against", help="the row that the others are compared with; default: the first in BF16")
     parser.add_argument("--output", type=Path, help="folder for compare.md, compare.json and compare.csv; default: none")
+    parser.add_argument(TRACEBACK, action="store_true", help=TRACEBACK_HELP)
     options = parser.parse_args(argv)
     try:
         write([Path(run) for run in options.runs], options.against, options.output)
     except (ConfigError, FileError) as error:
-        print(error_line(error), file=sys.stderr)
-        return 2
+        return refused(error)
     return 0
 
 

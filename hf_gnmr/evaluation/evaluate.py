@@ -22,7 +22,7 @@ from ..backends.bnb.int8 import cast_notes_silenced
 from ..config import ConfigError, SetupError
 from ..files import FileError, free_name, write_json
 from ..run.environment import machine
-from ..terminal import cleaned, error_line
+from ..terminal import TRACEBACK, TRACEBACK_HELP, cleaned, refused
 from .compare import check_output, write
 from .data import BUILTIN, check_shots, splits_of
 from .harness import harness_tasks, run_task
@@ -54,8 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         output = Path(options.output or (folders[0] if len(folders) == 1 else "eval-results"))
         write(folders, None, output, {(plan.precision, request.label) for plan in plans for request in requests})
     except (ConfigError, SetupError, FileError) as error:
-        print(error_line(error), file=sys.stderr)
-        return 2
+        return refused(error)
     return 0
 
 
@@ -80,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", help="folder for results; default: RUN/eval, or eval-results/NAME-… for a base model")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model, if you trust its author")
     add("--offline", action="store_true", help="no network: nothing is requested from the Hub")
+    add(TRACEBACK, action="store_true", help=TRACEBACK_HELP)
     return parser
 
 

@@ -182,4 +182,4 @@ def _check_weights(result: Result, metric: str, items: dict[str, Any], file: Pat
         if weight is None:
             raise FileError(f"{file}: per_item_weight.{shown(name)} is missing; expected a number above 0")
         if math.isfinite(float(score)) and abs(float(score)) / weight > MAX_SCORE:
-            raise FileError(f"{file}: per_item.{metric}.{shown(item)}={shown(score)} of weight {shown(weight)}: out of range")
+            raise FileError(f"{file}: per_item.{metric}.{shown(item)}={shown(score)}: out of range for weight {weight!r}")

@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from ..config import ConfigError, refusing
 from ..files import regular
 from ..reading import MAX_YAML_BYTES, FileError, inside, read_json, read_utf8
 from ..terminal import shown
@@ -226,12 +227,21 @@ class OutputFolder:
                     )
 
 
+def check_path(name: str, path: Any) -> None:
+    """Raise ConfigError for what no file system takes as a path."""
+    if not isinstance(path, (str, os.PathLike)) or "\0" in os.fspath(path):
+        raise ConfigError(f"{name}={shown(path)}: expected a path")
+    with refusing(f"{name}={shown(os.fspath(path))}"):
+        Path(path).exists()
+
+
 def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """The newest complete checkpoint in an output folder; None if there is none.
 
     A run that was killed while it saved leaves a folder that transformers' `get_last_checkpoint` (and
     `resume_from_checkpoint=True`) picks and then cannot read; this function looks at the files in it.
     """
+    check_path("folder", folder)
     checkpoints = [p for p in Path(folder).glob("checkpoint-*") if re.fullmatch(r"checkpoint-[0-9]+", p.name)]
     passed_over: list[str] = []
     for checkpoint in sorted(checkpoints, key=lambda p: int(p.name.split("-")[1]), reverse=True):

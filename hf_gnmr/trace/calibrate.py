@@ -26,7 +26,7 @@ from ..control.controller import Bools
 from ..files import FileError, plain, printable, write_text
 from ..reading import SHIPPED
 from ..script import write_script
-from ..terminal import cleaned, error_line
+from ..terminal import TRACEBACK, TRACEBACK_HELP, cleaned, refused
 from .metrics import exceedance
 from .replay import Replay, mean_recovery_bytes, recorded_config, replay
 from .replay_table import NOTE
@@ -249,6 +249,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--extends", metavar="RECIPE", help="make the fragment a recipe that extends this one")
     parser.add_argument("--output", metavar="FILE", help="also write the fragment to this file")
     parser.add_argument("--json", action="store_true", help="print the proposal as JSON")
+    parser.add_argument(TRACEBACK, action="store_true", help=TRACEBACK_HELP)
     options = parser.parse_args(argv)
     try:
         target, value = next((name, v) for name in TARGETS if (v := getattr(options, name)) is not None)
@@ -279,8 +280,7 @@ def main(argv: list[str] | None = None) -> int:
                 raise ConfigError(f"--output {options.output} exists already: name another file")
             (write_text if extends is None else write_script)(options.output, text)
     except (ConfigError, FileError, OSError) as error:
-        print(error_line(error), file=sys.stderr)
-        return 2
+        return refused(error)
     series.warn()
     if options.json:
         print(json.dumps(plain(vars(proposal)), indent=2))

@@ -21,7 +21,7 @@ from .. import __version__
 from ..config import ConfigError, SetupError
 from ..files import FileError, printable, write_bytes, write_text
 from ..reading import MAX_PAGE_BYTES, inside, read_bytes
-from ..terminal import REPLACED, cleaned, error_line
+from ..terminal import REPLACED, TRACEBACK, TRACEBACK_HELP, cleaned, refused
 from . import fields, figures
 from .diagnose import diagnose
 from .fields import Row
@@ -307,14 +307,14 @@ def main(argv: list[str] | None = None) -> int:
         "--format", nargs="+", choices=["png", "svg"], default=["png", "svg"], help="file formats of --figures"
     )
     parser.add_argument("--follow", action="store_true", help="no page: show a running job in the terminal")
+    parser.add_argument(TRACEBACK, action="store_true", help=TRACEBACK_HELP)
     options = parser.parse_args(argv)
     try:
         if options.follow:
             return _follow(options.runs)
         return _write(options)
     except (ConfigError, SetupError, FileError, OSError) as error:
-        print(error_line(error), file=sys.stderr)
-        return 2
+        return refused(error)
 
 
 def _follow(runs: list[str]) -> int:

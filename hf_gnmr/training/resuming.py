@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..config import ConfigError
+from ..control.arguments import State
 
 ResumeHistory = Literal["continue", "new"]
 """What a resumed run does with the history in its checkpoint."""
@@ -108,3 +109,14 @@ def check_setup(stored: Mapping[str, Any] | None, setup: Mapping[str, Any], batc
                 "model and settings of the checkpoint, or start from scratch"
             )
     return batch.check(stored or {})
+
+
+def session_state(state: Any) -> tuple[int, Mapping[str, Any] | None, str | None, Mapping[str, Any] | None]:
+    """Step, controller, run_id and setup of `GNMRSession.state_dict()`, checked; older states have no setup.
+
+    Raises:
+        ConfigError: a field that is missing or of a wrong type, by name.
+    """
+    stored = State(state, "session")
+    setup = stored.mapping("setup") if "setup" in state else None
+    return stored.count("steps_done"), stored.mapping("controller"), stored.text("run_id"), setup

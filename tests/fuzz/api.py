@@ -338,7 +338,11 @@ def cases() -> Iterator[Case]:
                 )
             if key != "options":
                 yield Case(
-                    f"api/{owner}.load_state_dict.{key}/missing", quietly(make_case(key, None, True)), (key,), f"no {key}", api=True
+                    f"api/{owner}.load_state_dict.{key}/missing",
+                    quietly(make_case(key, None, True)),
+                    (key,),
+                    f"no {key}",
+                    api=True,
                 )
     for name, run in OTHER.items():
         yield Case(f"api/{name}", quietly(run), NAMES[name.split("/")[0]], name, api=True)

@@ -99,7 +99,12 @@ SETTINGS: dict[str, tuple[str, str | bytes, dict[str, Any], tuple[str, ...]]] = 
     "text held out entirely": ("d.txt", "words " * 200, {"text": "text", "eval_rows": 10**6}, ("eval_rows",)),
     "held out entirely": ("d.jsonl", LINES, {"eval_rows": 8}, ("eval_rows",)),
     "prompt too long": ("d.jsonl", rows_with(question="w " * 5000), {"max_length": 8}, ("max_length", "data")),
-    "all prompts too long": ("d.jsonl", LINES, {"max_length": 8, "prompt": "Q" * 200 + "{question}"}, ("max_length", "data")),
+    "all prompts too long": (
+        "d.jsonl",
+        LINES,
+        {"max_length": 8, "prompt": "Q" * 200 + "{question}"},
+        ("max_length", "data"),
+    ),
     "template of a number": ("d.jsonl", rows_with(question="x"), {"prompt": "{question:d}"}, ("data.prompt", "question")),
     "template of an index": ("d.jsonl", LINES, {"prompt": "{question[0]}"}, ("data.prompt",)),
     "template of an attribute": ("d.jsonl", LINES, {"answer": "{answer.__class__}"}, ("data.answer",)),

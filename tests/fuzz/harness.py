@@ -107,7 +107,8 @@ def attempt(case: Case, place: Place, loaded: Callable[[], bool]) -> Outcome:
     ended = json.loads(report.read_text()) if report.exists() else {}
     kind = judge(case, status, ended, output)
     lines = [line for line in output.splitlines() if line.strip()]
-    line = lines[-1] if lines else ""
+    refusals = [line for line in lines if "error: " in line]
+    line = [*lines, *refusals][-1] if lines else ""
     if case.api:
         line = f"{ended.get('error') or 'returned'}: {ended.get('text', '')}"
     outcome = Outcome(case.id, kind, line[:600], round(seconds, 2), case.about[:300], output[-TAIL:])

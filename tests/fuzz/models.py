@@ -49,7 +49,14 @@ CONFIG: dict[str, Any] = {
     "torch_dtype": ("no_such", 7, []),
     "dtype": ("no_such", 7, [], {"a": 1}),
     "architectures": (7, "x", ["NoSuchModel"], [7], {"a": 1}),
-    "quantization_config": ({}, [], "x", {"quant_method": "no_such"}, {"quant_method": "gptq", "bits": 4}, {"load_in_4bit": True, "quant_method": "bitsandbytes"}),
+    "quantization_config": (
+        {},
+        [],
+        "x",
+        {"quant_method": "no_such"},
+        {"quant_method": "gptq", "bits": 4},
+        {"load_in_4bit": True, "quant_method": "bitsandbytes"},
+    ),
     "auto_map": ("x", 7, {"AutoConfig": "x.Y"}, []),
     "tie_word_embeddings": ("maybe", [], None),
     "pad_token_id": (-1, 9999, "x", []),
@@ -210,15 +217,23 @@ def cases() -> Iterator[Case]:
                 (key, "config.json", "model.name", "model:"),
                 f"config.json {key}: {value!r}",
             )
-    for name, change in {**WEIGHTS, **{k: BROKEN[k] for k in ("empty", "HTML", "git-lfs pointer", "truncated", "zeros")}}.items():
+    for name, change in {
+        **WEIGHTS,
+        **{k: BROKEN[k] for k in ("empty", "HTML", "git-lfs pointer", "truncated", "zeros")},
+    }.items():
         yield Case(f"model/weights/{name}", replaced("model.safetensors", change), ("model.safetensors", "model.name"), name)
     for name, content in INDEX.items():
-        yield Case(f"model/index/{name}", indexed(content), ("model.safetensors", "model.name", "index.json"), f"{content!r}")
+        yield Case(
+            f"model/index/{name}", indexed(content), ("model.safetensors", "model.name", "index.json"), f"{content!r}"
+        )
     for name, values in TOKENIZER.items():
         yield Case(f"model/tokenizer/{name}", merged("tokenizer.json", values), ("tokenizer",), f"tokenizer.json {values}")
     for name, values in TOKENIZER_CONFIG.items():
         yield Case(
-            f"model/tokenizer_config/{name}", merged("tokenizer_config.json", values), ("tokenizer",), f"tokenizer_config.json {values}"
+            f"model/tokenizer_config/{name}",
+            merged("tokenizer_config.json", values),
+            ("tokenizer",),
+            f"tokenizer_config.json {values}",
         )
     for file in ("config.json", "tokenizer.json", "model.safetensors"):
         kinds: dict[str, Callable[[Path], Any]] = {

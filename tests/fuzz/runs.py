@@ -189,9 +189,18 @@ def cases() -> Iterator[Case]:
                 (name, f"{task}.json"),
                 f"{task}.json {key}: {values[number]!r:.80}",
             )
-        yield Case(f"result/{key}/missing", compared(TASKS[turn % 2], without(key)), (name, f"{TASKS[turn % 2]}.json"), f"no {key}") \
-            if key not in ("truncated", "key.base_files", "key.block", "batch_size") else \
-            Case(f"result/{key}/true", compared(TASKS[1], setting(key, "\0")), (name, f"{TASKS[1]}.json"), f"{key}: null byte")
+        yield (
+            Case(
+                f"result/{key}/missing",
+                compared(TASKS[turn % 2], without(key)),
+                (name, f"{TASKS[turn % 2]}.json"),
+                f"no {key}",
+            )
+            if key not in ("truncated", "key.base_files", "key.block", "batch_size")
+            else Case(
+                f"result/{key}/true", compared(TASKS[1], setting(key, "\0")), (name, f"{TASKS[1]}.json"), f"{key}: null byte"
+            )
+        )
     for name, content in RESULT_FILES.items():
         yield Case(
             f"result/file {name}",
@@ -202,4 +211,6 @@ def cases() -> Iterator[Case]:
     for name, (file, change) in CHECKPOINT.items():
         yield Case(f"checkpoint/{name}", resumed(file, change), (file, "checkpoint-1"), f"{file}: {name}")
     for name, (file, change) in EVALUATED.items():
-        yield Case(f"evaluated/{name}", evaluated(file, change), (file, "evaluated", "model.name"), f"{file}: {name}", slow=True)
+        yield Case(
+            f"evaluated/{name}", evaluated(file, change), (file, "evaluated", "model.name"), f"{file}: {name}", slow=True
+        )
