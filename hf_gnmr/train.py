@@ -23,7 +23,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from .backends import BACKENDS
 from .backends.bf16_cpu import float32_kernels
-from .config import ConfigError, SetupError
+from .config import ConfigError, SetupError, refusing
 from .files import FileError, free_number, numbered, regular, write_json
 from .run.architecture import check_folder
 from .run.emulated import kernels, same_on_all_ranks
@@ -84,11 +84,13 @@ def train(recipe: Recipe) -> dict[str, Any]:
 def _train(start: Start) -> dict[str, Any]:
     recipe, seed = start.recipe, start.arguments.seed
     with start.process.main_process_first():
-        tokenise = kind_of(recipe.data).read(recipe.data, seed)
+        with refusing(f"data.name={shown(recipe.data.name)}: the rows cannot be read", RecipeError):
+            tokenise = kind_of(recipe.data).read(recipe.data, seed)
         source = find_model(recipe)
     by_layer = start.callback.options.unit_kind == "layer"
     tokenizer = prepare_tokenizer(recipe, source, units_are_layers=by_layer)
-    data = tokenise(tokenizer)
+    with refusing(f"data.name={shown(recipe.data.name)}: the rows cannot be tokenised", RecipeError):
+        data = tokenise(tokenizer)
     for line in data.lines:
         start.say(line)
     model = prepare_model(recipe, source, seed)
@@ -122,6 +124,9 @@ def check(recipe: Recipe) -> Start | None:
         ConfigError, SetupError, FileError: the first error found.
     """
     refuse_training_settings(recipe.training)
+    output_dir = recipe.training["output_dir"]
+    if not isinstance(output_dir, str) or not output_dir or "\0" in output_dir:
+        raise RecipeError(f"training.output_dir={shown(output_dir)}: expected a folder")
     arguments = training_arguments(recipe.training)
     callback = GNMRCallback(
         recipe.gnmr,

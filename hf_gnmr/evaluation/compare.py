@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import ConfigError
+from ..config import ConfigError, refusing
 from ..files import FileError, free_number, numbered, read_json, replaceable, write_json, write_text
 from ..terminal import TRACEBACK, TRACEBACK_HELP, clean, cleaned, refused
 from .results import Result, load_results
@@ -74,7 +74,8 @@ def write(folders: list[Path], against: str | None, output: Path | None, shown: 
     print(text, flush=True)
     if output is None:
         return
-    output.mkdir(parents=True, exist_ok=True)
+    with refusing(f"--output {output}"):
+        output.mkdir(parents=True, exist_ok=True)
     earlier = output / "compare.json"
     if earlier.is_file() and _row_names(earlier) != table["rows"].keys():
         files = [output / name for name in OURS]
@@ -99,8 +100,9 @@ def check_output(output: Path) -> None:
     Raises:
         ConfigError: naming it.
     """
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"--output {output}: not a folder")
+    with refusing(f"--output {output}"):
+        if output.exists() and not output.is_dir():
+            raise ConfigError(f"--output {output}: not a folder")
     for name, beginnings in OURS.items():
         try:
             replaceable(output / name, lambda text, known=beginnings: text.startswith(known), "a table of hf-gnmr compare")  # type: ignore[misc]

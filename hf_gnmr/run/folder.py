@@ -6,6 +6,7 @@ Checks come first and touch nothing; `claim` moves, just before the new run writ
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -117,6 +118,7 @@ class OutputFolder:
         if self.checkpoint is None:
             return None
         state = read_json(self.checkpoint / "trainer_state.json")
+        _check_state(state, self.checkpoint / "trainer_state.json")
         training, before = self.recipe.training, self.begun_with.get("training", {})
         last = training.get("max_steps", -1)
         if last < 0:
@@ -225,6 +227,28 @@ class OutputFolder:
                         f"{section}.{key}={shown(value)}: the run to be resumed was started with {shown(before)}; resume it "
                         "with its own settings (in its recipe.yaml), or start from scratch in another folder"
                     )
+
+
+def _check_state(state: dict[str, Any], file: Path) -> None:
+    """Refuse a Trainer's state with fields that a resumed run fails on without naming them.
+
+    Raises:
+        FileError: naming file, field and value.
+    """
+    from transformers import TrainerState
+
+    for name in ("global_step", "max_steps"):
+        value = state.get(name)
+        if type(value) is not int or value < 0:
+            raise FileError(f"{file}: {name}={shown(value)}: expected a whole number, at least 0")
+    callbacks = state.get("stateful_callbacks", {})
+    if not isinstance(callbacks, dict) or not all(isinstance(stored, (dict, list)) for stored in callbacks.values()):
+        raise FileError(f"{file}: stateful_callbacks={shown(callbacks)}: expected a JSON object of objects, one a callback")
+    unknown = state.keys() - {field.name for field in dataclasses.fields(TrainerState)}
+    if unknown:
+        raise FileError(
+            f"{file}: unknown fields {shown(sorted(unknown))}: it is of another version of transformers, or edited"
+        )
 
 
 def check_path(name: str, path: Any) -> None:

@@ -28,6 +28,23 @@ JSON_FILES = (
     "added_tokens.json",
 )  # fmt: skip
 """JSON objects, each read by transformers where it is there."""
+FIELDS: dict[str, dict[str, tuple[Any, str]]] = {
+    "tokenizer.json": {"model": (dict, "a JSON object"), "added_tokens": (list, "a list")},
+    "tokenizer_config.json": {
+        "tokenizer_class": (str, "a text"),
+        "model_max_length": ((int, float), "a number"),
+        "added_tokens_decoder": (dict, "a JSON object"),
+    },
+    "config.json": {
+        "model_type": (str, "a text"),
+        "auto_map": (dict, "a JSON object"),
+        "architectures": (list, "a list"),
+        "quantization_config": (dict, "a JSON object"),
+    },
+}
+"""Fields on whose types transformers fails without naming them: type, and what is expected, in words.
+
+Those of tokenizer.json are needed; the others may be missing or null."""
 POINTER = b"version https://git-lfs"
 BEGINNING = 512
 
@@ -83,12 +100,10 @@ def _refuse_placeholder(file: Path) -> None:
 
 
 def _check_contents(name: str, values: dict[str, Any], file: Path) -> None:
-    """The few fields on which transformers fails without naming them."""
-    expected: dict[str, tuple[type, str]] = {}
-    if name == "tokenizer.json":
-        expected = {"model": (dict, "a JSON object"), "added_tokens": (list, "a list")}
-    for key, (kind, in_words) in expected.items():
-        if not isinstance(values.get(key), kind):
+    """Raise FileError for a field of another type than in `FIELDS`."""
+    for key, (kind, in_words) in FIELDS.get(name, {}).items():
+        value = values.get(key)
+        if not isinstance(value, kind) and (value is not None or name == "tokenizer.json"):
             raise FileError(f"{file}: {key}={shown(values.get(key))}: expected {in_words}")
     if name == "tokenizer.json":
         for token in values["added_tokens"]:

@@ -124,7 +124,8 @@ def find_model(recipe: Recipe) -> str | None:
     """
     if recipe.model.name == SCRATCH:
         return None
-    source = model_source(recipe.model)
+    with refusing(_where(recipe), RecipeError):
+        source = model_source(recipe.model)
     check_model_files(source, _where(recipe))
     return source
 

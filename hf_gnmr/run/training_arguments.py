@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
 import torch
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from ..terminal import described, is_own, shown
 from .sections import RecipeError
@@ -21,11 +22,15 @@ def training_arguments(settings: dict[str, Any]) -> TrainingArguments:
     defaults: dict[str, Any] = {"prediction_loss_only": True}  # evaluation would keep the logits of all rows
     if not torch.cuda.is_available() and not _other_accelerator():
         defaults["use_cpu"] = True
+    before = dict(os.environ)
     try:
         arguments = TrainingArguments(**{**defaults, **settings})
     except Exception as error:  # of enumerations, parsers and launchers, besides TrainingArguments' own
+        os.environ.clear()
+        os.environ.update(before)  # it passes settings to accelerate there
         raise refused_setting(settings, error, _without(defaults, settings)) from error
     for name, attempt in (
+        ("optim_args" if arguments.optim_args else "optim", lambda: Trainer.get_optimizer_cls_and_kwargs(arguments)),
         ("log_level", arguments.get_process_log_level),
         ("report_to", lambda: _try_loggers(arguments)),
         ("lr_scheduler_kwargs", lambda: _try_schedule(arguments)),

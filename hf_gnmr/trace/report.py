@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..config import ConfigError, SetupError
+from ..config import ConfigError, SetupError, refusing
 from ..files import FileError, printable, write_bytes, write_text
 from ..reading import MAX_PAGE_BYTES, inside, read_bytes
 from ..terminal import REPLACED, TRACEBACK, TRACEBACK_HELP, cleaned, refused
@@ -335,7 +335,8 @@ def _write(options: argparse.Namespace) -> int:
         for file in figure_files(runs, labels, Path(options.figures), options.format):
             check_figure(file)
     text = page(runs, labels)
-    write_text(options.output, text)
+    with refusing(f"--output {printable(options.output)}"):
+        write_text(options.output, text)
     written = [options.output]
     if options.figures is not None:
         written += save_figures(runs, labels, Path(options.figures), options.format)

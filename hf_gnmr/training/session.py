@@ -18,7 +18,6 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from .gradients import GradientNorms
 from .journal import TRACE_FILE, Journal, say, say_not_finite, write_summary
 from .options import Options, make_config, signature_with_settings, split_settings, take_over, trigger_over
 from .reading import Reading
-from .resuming import GlobalBatch, ResumeHistory, check_setup, session_state
+from .resuming import GlobalBatch, ResumeHistory, State, check_setup, session_state
 from .signals import SIGNALS
 
 
@@ -319,9 +318,7 @@ class GNMRSession:
             **self.backend.identity(),
         }
 
-    def resume(
-        self, step: int, controller: Mapping[str, Any] | None, run_id: str | None, setup: Mapping[str, Any] | None = None
-    ) -> None:
+    def resume(self, step: int, controller: State | None, run_id: str | None, setup: State | None = None) -> None:
         """Continue after optimizer step `step`, with the controller's state and in the trace of run `run_id`, if given.
 
         Raises:

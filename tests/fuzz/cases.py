@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from fuzz import api, commands, data, models, recipes, runs, traces
 from fuzz.harness import Case
@@ -13,4 +14,5 @@ WINGS = (recipes, data, models, traces, runs, commands, api)
 def all_cases() -> Iterator[Case]:
     """Every case; the same ones in each process."""
     for wing in WINGS:
-        yield from wing.cases()
+        for case in wing.cases():
+            yield replace(case, slow=case.slow or wing is models)

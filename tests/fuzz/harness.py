@@ -6,6 +6,7 @@ time, memory, file size and wall time.  `judge` puts what came out into one of `
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -31,8 +32,9 @@ TAIL = 4000
 OWN_ERRORS = {"ConfigError", "RecipeError", "SetupError", "FileError", "TraceError", "YamlError", "ValueError", "TypeError"}
 INTERNAL = re.compile(
     r"'NoneType' object|object has no attribute|not subscriptable|is not iterable|unhashable type|not supported between"
-    r"|unsupported operand|object cannot be interpreted|must be str, not|expected str, bytes or os.PathLike|takes \d+ positional"
-    r"|list index out of range|invalid literal for int|could not convert string|can't multiply|broadcast|ambiguous"
+    r"|unsupported operand|object cannot be interpreted|must be str, not|expected str, bytes or os.PathLike"
+    r"|takes \d+ positional"
+    r"|list index out of range|: invalid literal for int|(?<!\()could not convert string|can't multiply|broadcast|ambiguous"
 )
 """What Python or numpy say about our own lines: no reader can act on it."""
 
@@ -124,10 +126,8 @@ def _wait(child: int, seconds: float) -> int | None:
     if not ready:
         os.killpg(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # what it has started
-    except ProcessLookupError:
-        pass
     return status if ready else None
 
 

@@ -29,8 +29,9 @@ BROKEN: dict[str, Callable[[bytes], bytes]] = {
 }
 JSON_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 HARMLESS = {
-    ("generation_config.json", "an empty object"), ("tokenizer_config.json", "an empty object"),
-}  # fmt: skip
+    ("generation_config.json", "an empty object"),
+    ("tokenizer_config.json", "an empty object"),
+}
 """An empty object is a valid file there."""
 CONFIG: dict[str, Any] = {
     "model_type": (None, "no_such", 7, [], "", "bert"),
@@ -65,7 +66,7 @@ CONFIG: dict[str, Any] = {
     "attn_implementation": ("no_such", 7),
     "use_cache": ("x", []),
 }
-DRAWN = 2
+DRAWN = 1
 
 
 def header_of(tensors: dict[str, Any]) -> bytes:
@@ -108,10 +109,12 @@ WEIGHTS: dict[str, Callable[[bytes], bytes]] = {
     "shape too large": lambda old: with_header(old, lambda t: t[first(t)].update(shape=[64, 65])),
     "shape of 2**60": lambda old: with_header(old, lambda t: t[first(t)].update(shape=[2**60, 2**60])),
     "another shape": lambda old: with_header(old, reshaped),
-    "tensor renamed": lambda old: with_header(old, lambda t: {(k if k != first(t) else "model.nothing"): v for k, v in t.items()}),
+    "tensor renamed": lambda old: with_header(
+        old, lambda t: {(k if k != first(t) else "model.nothing"): v for k, v in t.items()}
+    ),
     "all renamed": lambda old: with_header(old, lambda t: {f"x.{k}" if k != "__metadata__" else k: v for k, v in t.items()}),
     "pickle": lambda old: b"\x80\x04\x95" + b"\0" * 100,
-}  # fmt: skip
+}
 INDEX: dict[str, Any] = {
     "empty": b"",
     "HTML": HTML,
@@ -203,9 +206,9 @@ def cases() -> Iterator[Case]:
     import random
 
     generator = random.Random(17)
-    for file in JSON_FILES:
-        for name, change in BROKEN.items():
-            if (file, name) not in HARMLESS:
+    for turn, file in enumerate(JSON_FILES):
+        for number, (name, change) in enumerate(BROKEN.items()):
+            if (turn + number) % 2 and (file, name) not in HARMLESS:
                 command = plan if file == "config.json" and name in ("HTML", "truncated", "deep") else train
                 yield Case(f"model/{file}/{name}", replaced(file, change, command), (file, "model.name"), f"{file}: {name}")
     for key, values in CONFIG.items():

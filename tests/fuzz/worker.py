@@ -25,11 +25,13 @@ TESTS = Path(__file__).parents[1]
 sys.path[0] = str(TESTS)
 sys.path.insert(1, str(TESTS.parent))
 
-from fuzz.cases import all_cases
-from fuzz.harness import GOOD, KINDS, Case, Outcome, Place, attempt
+from fuzz.cases import all_cases  # noqa: E402
+from fuzz.harness import GOOD, KINDS, Case, Outcome, Place, attempt  # noqa: E402
 
 IMPORTS = (
-    "bitsandbytes", "datasets", "lm_eval", "lm_eval.tasks", "lm_eval.evaluator", "lm_eval.models.huggingface", "matplotlib.pyplot", "matplotlib.backends.backend_svg", "peft", "pyarrow.parquet",
+    "bitsandbytes", "datasets", "lm_eval",
+    "lm_eval.tasks", "lm_eval.evaluator", "lm_eval.models.huggingface",
+    "matplotlib.pyplot", "matplotlib.backends.backend_svg", "peft", "pyarrow.parquet",
     "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto", "transformers.integrations.bitsandbytes", "torch._dynamo",
     "hf_gnmr.train", "hf_gnmr.run.plan", "hf_gnmr.evaluation.evaluate", "hf_gnmr.evaluation.compare", "hf_gnmr.trace.report",

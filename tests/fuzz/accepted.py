@@ -1,0 +1,1 @@
+ACCEPTED: dict[str, str] = {}
