@@ -8,6 +8,7 @@ count as the same where the hashes of prompt and target agree; with fewer than t
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -104,10 +105,15 @@ def check_output(output: Path) -> None:
         if output.exists() and not output.is_dir():
             raise ConfigError(f"--output {output}: not a folder")
     for name, beginnings in OURS.items():
-        try:
-            replaceable(output / name, lambda text, known=beginnings: text.startswith(known), "a table of hf-gnmr compare")  # type: ignore[misc]
-        except FileError as error:
-            raise ConfigError(f"--output {error}") from error
+        with refusing(f"--output {output}"):
+            try:
+                replaceable(output / name, functools.partial(_begins_with, beginnings), "a table of hf-gnmr compare")
+            except FileError as error:
+                raise ConfigError(f"--output {error}") from error
+
+
+def _begins_with(beginnings: tuple[bytes, ...], text: bytes) -> bool:
+    return text.startswith(beginnings)
 
 
 def model_of(result: Result) -> str:

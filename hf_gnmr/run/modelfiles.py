@@ -82,9 +82,11 @@ def check_safetensors(file: Path) -> None:
     _refuse_placeholder(file)
     try:
         with safe_open(file, framework="pt") as tensors:
-            tensors.keys()
+            empty = not tensors.keys()
     except (SafetensorError, OSError, ValueError) as error:
         raise FileError(f"{file} is not a whole safetensors file: {printable(str(error), 300)}") from error
+    if empty:
+        raise FileError(f"{file} holds no tensors")
 
 
 def _refuse_placeholder(file: Path) -> None:

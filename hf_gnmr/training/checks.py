@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from ..backends.units import base_model
 from ..config import MAX_COUNT, ConfigError, SetupError, integer, one_of
 from ..files import FileError
-from ..terminal import shown
+from ..terminal import printable, shown
 from ..trace.file import refuse_place
 from .distributed import world_size
 from .engines import refuse_unreadable_engine, refuse_unreadable_optimizer, refuse_unreadable_settings
@@ -175,4 +175,4 @@ def refuse_trace_place(path: str | os.PathLike[str], setting: str, *, named: boo
     try:
         refuse_place(path, named=named)
     except FileError as error:
-        raise ConfigError(f"{setting}: {error}") from error
+        raise ConfigError(f"{setting}: {printable(str(error), 600)}") from error

@@ -81,7 +81,7 @@ ROWS = [
         ),
         ([MODEL, "--precision", "final", "--data", "builtin", "--offline"], "final"),
         ([MODEL, "--shots", "9" * 30, "--data", "builtin", "--offline", "--tasks", "hellaswag"], "--shots"),
-        ([MODEL, "--limit", "9" * 30, "--output", "/proc/x", "--data", "builtin", "--offline"], "--output"),
+        ([MODEL, "--limit", "9" * 30, "--output", "/proc/x", "--data", "builtin", "--offline"], "--limit"),
     ),
     *_add(
         "compare",
@@ -173,7 +173,7 @@ ROWS = [
         ([TRACE, "--exceedance", "0.1", "--output", "a\0b"], "--output"),
         ([TRACE, "--exceedance", "0.1", "--output", LONG], "nnn"),
         ([TRACE, "--exceedance", "0.1", "--extends", "a\0b"], "--extends"),
-        ([TRACE, "--exceedance", "0.1", "--max-o", "9" * 5000], "--max-o"),
+        ([TRACE, "--exceedance", "0.1", "--max-o", "9" * 5000], "max_o"),
         ([TRACE, "--exceedance", "0.1", "--extends", LONG], "--extends"),
     ),
     *_add(

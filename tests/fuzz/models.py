@@ -13,7 +13,7 @@ from fuzz.harness import Case, Place
 from fuzz.recipes import base_recipe, plan, train
 
 HTML = b"<!doctype html><html><body>404 Not Found</body></html>"
-POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n"
 BROKEN: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda old: b"",
     "HTML": lambda old: HTML,

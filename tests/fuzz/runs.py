@@ -222,7 +222,7 @@ def cases() -> Iterator[Case]:
         yield Case(
             f"checkpoint/{name}",
             resumed(file, change),
-            (file, "checkpoint-1", "controller state"),
+            (file, "checkpoint-1", "controller state", "setup"),
             f"{file}: {name}",
             slow=True,
         )
