@@ -8,7 +8,7 @@ import sys
 from importlib import import_module
 
 from .config import ConfigError, SetupError
-from .terminal import cleaned, error_line
+from .terminal import TRACEBACK, TRACEBACK_HELP, cleaned, refused
 
 COMMANDS = {
     "train": ("train", "run a recipe"),
@@ -34,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     gguf = commands.add_parser("import-gguf", help="turn a GGUF file into a folder of BF16 safetensors")
     gguf.add_argument("gguf_file")
     gguf.add_argument("folder", help="to be created")
+    gguf.add_argument(TRACEBACK, action="store_true", help=TRACEBACK_HELP)
     if arguments[:1] and arguments[0] in COMMANDS:
         # Each command has its own parser and imports what it needs: a trace is shown without loading torch.
         try:
@@ -49,8 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 
         print(f"written: {import_gguf(options.gguf_file, options.folder)}")
     except (ConfigError, SetupError) as error:
-        print(error_line(error), file=sys.stderr)
-        return 2
+        return refused(error)
     return 0
 
 

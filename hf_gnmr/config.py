@@ -8,6 +8,7 @@ with exact rational arithmetic: 0.07 of 100 steps is 7, although ``0.07 * 100`` 
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -16,13 +17,13 @@ import math
 import re
 import textwrap
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
-from .terminal import shown
+from .terminal import described, is_own, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -40,6 +41,21 @@ MAX_COUNT = 10**9
 
 class SetupError(RuntimeError):
     """A model, Trainer or machine on which training must not start; the message names the reason and the fix."""
+
+
+@contextlib.contextmanager
+def refusing(where: str, error_class: type[Exception] = ConfigError) -> Iterator[None]:
+    """Turn errors of other packages into one of ours, the cause kept; `where` names the field or file that was read.
+
+    Raises:
+        error_class: for a foreign error; our own errors pass as they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_own(error):
+            raise
+        raise error_class(f"{where}: {described(error, hint=False)}") from error
 
 
 @dataclass

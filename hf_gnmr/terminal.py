@@ -11,6 +11,7 @@ import functools
 import logging
 import re
 import sys
+import traceback
 import unicodedata
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
@@ -82,6 +83,43 @@ def error_line(error: BaseException | str) -> str:
     return f"error: {printable(' '.join(str(error).split()), ERROR)}"
 
 
+TRACEBACK = "--traceback"
+TRACEBACK_HELP = "after an error, also print where it came about"
+_state = {"traceback": False}
+"""Whether the command that runs was given `TRACEBACK`."""
+
+
+def refused(error: BaseException) -> int:
+    """Print an error as one line, after its traceback where that was asked for; returns the exit status.
+
+    An error of another package keeps its type before its text, because the text alone may be a bare key or a number.
+    """
+    if _state["traceback"]:
+        traceback.print_exception(error)
+    print(error_line(described(error)), file=sys.stderr)
+    return 2
+
+
+def described(error: BaseException, *, hint: bool = True) -> str:
+    """An error's text; for a foreign one with its type, and (`hint`) how to see where it came about."""
+    if is_own(error):
+        return str(error)
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    named = f"{text}: {printable(str(error.filename))}" if isinstance(error, OSError) and error.filename else text
+    suffix = f" ({TRACEBACK} shows where)" if hint and not _state["traceback"] else ""
+    return f"{type(error).__name__}: {printable(' '.join(named.split()), ERROR // 2)}{suffix}"
+
+
+def is_own(error: BaseException) -> bool:
+    """Whether an error's class is this package's, so that its text is written for the reader."""
+    return type(error).__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def keep_traceback(error: BaseException) -> None:
+    """Let the commands raise this error as it is: it came about in the middle of a training, not from an input."""
+    error.in_training = True  # type: ignore[attr-defined]
+
+
 def clean(text: str) -> str:
     """Text in which nothing moves the cursor, changes colours or turns the direction of writing; line ends stay."""
     if PROGRESS.fullmatch(text):
@@ -125,7 +163,8 @@ def raw_stream(stream: Any) -> TextIO:
 def cleaned(main: Callable[[Any], int]) -> Callable[..., int]:
     """A command whose standard output and error, and whose loggers, write through `CleanStream`.
 
-    After an exception that the command does not expect the streams stay, because the interpreter prints its traceback.
+    This is the one place at which an error that a command does not expect becomes a line and the exit status 2.  After one
+    that came about in the middle of a training the streams stay, because the interpreter prints its traceback.
     """
 
     @functools.wraps(main)
@@ -136,12 +175,21 @@ def cleaned(main: Callable[[Any], int]) -> Callable[..., int]:
         sys.stdout, sys.stderr = CleanStream(out), CleanStream(err)  # type: ignore[assignment]
         _loggers_to(err, sys.stderr)
         status = None
+        arguments = sys.argv[1:] if argv is None else argv
+        _state["traceback"] = TRACEBACK in arguments
         try:
             status = main(argv)
             return status
         except (SystemExit, KeyboardInterrupt):
             status = 2
             raise
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            if getattr(error, "in_training", False):
+                raise
+            status = refused(error)
+            return status
         finally:
             if status is not None:
                 _loggers_to(sys.stderr, err)

@@ -23,7 +23,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from .backends import BACKENDS
 from .backends.bf16_cpu import float32_kernels
-from .config import ConfigError, SetupError
+from .config import ConfigError, SetupError, refusing
 from .files import FileError, free_number, numbered, regular, write_json
 from .run.architecture import check_folder
 from .run.emulated import kernels, same_on_all_ranks
@@ -33,8 +33,9 @@ from .run.models import load_adapter
 from .run.prepare import TrainingData, find_model, kind_of, prepare_model, prepare_tokenizer
 from .run.recipe import find_recipe, load_recipe
 from .run.sections import Recipe, RecipeError
+from .run.training_arguments import refused_setting, training_arguments
 from .script import write_script
-from .terminal import cleaned, error_line, shown
+from .terminal import TRACEBACK, TRACEBACK_HELP, cleaned, described, is_own, keep_traceback, refused, shown
 from .trace.lifted import LiftedRecord
 from .training.callback import GNMRCallback
 from .training.checks import refuse_training_settings
@@ -48,12 +49,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="hf_gnmr.train", description="Train from a recipe.")
     parser.add_argument("recipe", help="a YAML file, or the name of a recipe that comes with the package")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the recipe's")
+    parser.add_argument(TRACEBACK, action="store_true", help=TRACEBACK_HELP)
     options = parser.parse_args(argv)
     try:
         train(load_recipe(find_recipe(options.recipe), options.overrides))
     except (ConfigError, SetupError, FileError) as error:
-        print(error_line(error), file=sys.stderr)
-        return 2
+        return refused(error)
     # Threads of a process group that still run during interpreter shutdown can abort a process that has finished its work.
     # (After an error the group is left alone: its threads may wait for a peer that never answers.)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -83,11 +84,13 @@ def train(recipe: Recipe) -> dict[str, Any]:
 def _train(start: Start) -> dict[str, Any]:
     recipe, seed = start.recipe, start.arguments.seed
     with start.process.main_process_first():
-        tokenise = kind_of(recipe.data).read(recipe.data, seed)
+        with refusing(f"data.name={shown(recipe.data.name)}: the rows cannot be read", RecipeError):
+            tokenise = kind_of(recipe.data).read(recipe.data, seed)
         source = find_model(recipe)
     by_layer = start.callback.options.unit_kind == "layer"
     tokenizer = prepare_tokenizer(recipe, source, units_are_layers=by_layer)
-    data = tokenise(tokenizer)
+    with refusing(f"data.name={shown(recipe.data.name)}: the rows cannot be tokenised", RecipeError):
+        data = tokenise(tokenizer)
     for line in data.lines:
         start.say(line)
     model = prepare_model(recipe, source, seed)
@@ -121,7 +124,10 @@ def check(recipe: Recipe) -> Start | None:
         ConfigError, SetupError, FileError: the first error found.
     """
     refuse_training_settings(recipe.training)
-    arguments = _training_arguments(recipe.training)
+    output_dir = recipe.training["output_dir"]
+    if not isinstance(output_dir, str) or not output_dir or "\0" in output_dir:
+        raise RecipeError(f"training.output_dir={shown(output_dir)}: expected a folder")
+    arguments = training_arguments(recipe.training)
     callback = GNMRCallback(
         recipe.gnmr,
         layers=recipe.model.layers,
@@ -132,6 +138,8 @@ def check(recipe: Recipe) -> Start | None:
     BACKENDS[recipe.backend.name].check_device(recipe.backend.options, arguments.device)
     _check_data(recipe, arguments)
     for key, path in recipe.backend.options.paths().items():
+        if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
+            raise RecipeError(f"backend.{key}={shown(path)}: no such folder")
         check_folder(path, f"backend.{key}={shown(path)}")
     process = PartialState()
     folder = OutputFolder(recipe)
@@ -153,21 +161,6 @@ def check(recipe: Recipe) -> Start | None:
     if process.is_main_process:
         folder.lock()
     return Start(recipe, arguments, callback, process, folder, say, emulated, finished_at)
-
-
-def _training_arguments(settings: dict[str, Any]) -> TrainingArguments:
-    defaults: dict[str, Any] = {"prediction_loss_only": True}  # evaluation would keep the logits of all rows
-    if not torch.cuda.is_available() and not _other_accelerator():
-        defaults["use_cpu"] = True
-    try:
-        return TrainingArguments(**{**defaults, **settings})
-    except (ValueError, TypeError, ImportError) as error:
-        raise RecipeError(f"training: {error}") from error
-
-
-def _other_accelerator() -> bool:
-    accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
-    return accelerator is not None and accelerator.type != "cpu"
 
 
 def _check_data(recipe: Recipe, arguments: TrainingArguments) -> None:
@@ -216,7 +209,14 @@ def run(start: Start, data: TrainingData, model: Any, tokenizer: Any) -> dict[st
     results: dict[str, Any] = {}
     if start.finished_at is None:
         checkpoint = start.folder.checkpoint
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        try:
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        except Exception as error:
+            if start.callback.decision is not None:  # steps were trained: no input is at fault
+                keep_traceback(error)
+            elif not is_own(error) and checkpoint is not None:
+                raise SetupError(f"{checkpoint} cannot be resumed: {described(error, hint=False)}") from error
+            raise
         results = peak_memory()
     else:
         _load_finished(start, trainer, start.finished_at)
@@ -246,8 +246,8 @@ def _trainer(start: Start, data: TrainingData, model: Any, tokenizer: Any) -> GN
         trainer.get_train_dataloader()
         trainer.create_optimizer_and_scheduler(num_training_steps=max(1, start.arguments.max_steps))
         trainer.optimizer = trainer.lr_scheduler = None
-    except (ValueError, TypeError, ImportError) as error:
-        raise RecipeError(f"training: {error}") from error
+    except Exception as error:
+        raise refused_setting(start.recipe.training, error) from error
     return trainer
 
 

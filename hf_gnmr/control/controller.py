@@ -20,8 +20,10 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..config import ConfigError, DeclaredOptions, GNMRConfig, field_defaults
-from .monitor import Bools, Floats, RiskMonitor, check_norms, decode_floats, encode_floats
+from ..config import ConfigError, DeclaredOptions, GNMRConfig, field_defaults, integer
+from ..terminal import shown
+from .arguments import State, array
+from .monitor import Bools, Floats, RiskMonitor, check_norms, encode_floats
 
 STATE_VERSION = 1
 
@@ -132,20 +134,25 @@ class Trigger(ABC):
         options: TriggerOptions | Mapping[str, Any] | None = None,
         names: Sequence[str] = (),
     ) -> None:
-        if num_units < 1:
-            raise ConfigError(f"num_units={num_units!r}: expected at least 1 unit")
+        integer("num_units", num_units, 1, "a number of units")
+        if config is not None and not isinstance(config, GNMRConfig):
+            raise ConfigError(f"config={shown(config)}: expected a GNMRConfig")
+        if total_steps is not None:
+            integer("total_steps", total_steps, 1)
         self.config = config or GNMRConfig()
         self.num_units = num_units
         self.total_steps = total_steps
-        mask = np.ones(num_units, dtype=bool) if recoverable is None else np.array(recoverable, dtype=bool)
-        if mask.shape != (num_units,):
-            raise ConfigError(f"recoverable has shape {mask.shape}: expected ({num_units},), one value per unit")
+        mask = np.ones(num_units, dtype=bool)
+        if recoverable is not None:
+            mask = array("recoverable", recoverable, (num_units,), bool)
         self.alpha_init_steps = self.config.resolve_steps("alpha_init_fraction", total_steps)
         self.fidelity_warmup_steps = self.config.resolve_steps("fidelity_warmup", total_steps)
         self.max_o = self.config.resolve_max_o(int(mask.sum()))
         self.recoverable = mask
         self.monitor = RiskMonitor(num_units, self.config.delta)
         self.steps_done = 0
+        if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+            raise ConfigError(f"names={shown(names)}: expected a list of texts")
         self.names = list(names)
         self.options = self.make_options(options)
         self._scored = False
@@ -162,6 +169,8 @@ class Trigger(ABC):
         """
         if isinstance(options, cls.Options):
             return options
+        if options is not None and not isinstance(options, (TriggerOptions, Mapping)):
+            raise ConfigError(f"options={shown(options)}: expected a dict of the trigger's own options, or None")
         values = options.changed() if isinstance(options, TriggerOptions) else options or {}
         return cls.Options.of(values, f"trigger={cls.name!r}")
 
@@ -216,9 +225,18 @@ class Trigger(ABC):
                 finite, it is ranked before the others, which the norms cannot tell apart. None: unknown.
 
         Raises:
-            ValueError: wrong shape, or a negative norm.
+            ValueError: wrong shape or type, or a negative norm; the message names the argument.
         """
-        observed = np.ones(self.num_units, dtype=bool) if seen is None else np.array(seen, dtype=bool)
+        shape = (self.num_units,)
+        observed = np.ones(shape, dtype=bool) if seen is None else array("seen", seen, shape, bool)
+        if signal is not None:
+            signal = array("signal", signal, shape, float)
+        if scores is not None:
+            if not isinstance(scores, Sequence) or len(scores) != 2:
+                raise ConfigError(f"scores={shown(scores)}: expected GNMR and ΔGNMR, an array of shape {shape} each")
+            scores = (array("scores[0]", scores[0], shape, float), array("scores[1]", scores[1], shape, float))
+        if first_not_finite is not None:
+            integer("first_not_finite", first_not_finite, 0, "a unit's index", most=self.num_units - 1)
         values = np.where(observed, check_norms(norms, self.num_units), 0.0)
         self.steps_done += 1
         alpha = self.config.alpha_init if self.steps_done <= self.alpha_init_steps else self.config.alpha
@@ -290,6 +308,7 @@ class Trigger(ABC):
         Raises:
             ConfigError: the version, number of units, mask or configuration differs; the message names it.
         """
+        stored_state = State(state, "controller")
         if state.get("version") != STATE_VERSION:
             raise ConfigError(f"controller state has version {state.get('version')!r}: expected {STATE_VERSION}")
         current = {
@@ -302,22 +321,28 @@ class Trigger(ABC):
         for name, value in current.items():
             stored = state.get(name)
             # Options and settings missing from the state were added after it was written.
-            if name == "options":
+            if name == "options" and isinstance(stored, (dict, type(None))):
                 stored = {**self.Options.defaults(), **(stored or {})}
             elif name == "config" and isinstance(stored, dict):
                 stored = {**field_defaults(GNMRConfig), **stored}
             if stored != value:
                 raise ConfigError(
-                    f"controller state was written with {name}={stored!r}, this run has {value!r}: "
+                    f"controller state was written with {name}={shown(stored)}, this run has {shown(value)}: "
                     "resume with the model and settings of the checkpoint, or start from scratch"
                 )
-        self.steps_done = int(state["steps_done"])
-        self.alpha_init_steps = int(state["alpha_init_steps"])
-        self.fidelity_warmup_steps = int(state["fidelity_warmup_steps"])
-        self.monitor.norm_sum = decode_floats(state["norm_sum"])
-        self.monitor.norm_count = np.array(state["norm_count"], dtype=np.int64)
-        self.monitor.window = np.stack([decode_floats(row) for row in state["window"]])
-        self.monitor.gnmr_count = np.array(state["gnmr_count"], dtype=np.int64)
-        self.active = np.array(state["active"], dtype=bool)
-        self._scored = self.steps_done > 0
+        units, window = (self.num_units,), (self.config.delta, self.num_units)
+        rows = state.get("window")
+        if not isinstance(rows, (list, tuple)) or len(rows) != window[0]:
+            raise ConfigError(f"controller state: window={shown(rows)}: expected {window[0]} rows of {window[1]} numbers")
+        # All fields are checked before any is changed: a state that is refused leaves the trigger as it was.
+        counters = {name: stored_state.count(name) for name in ("steps_done", "alpha_init_steps", "fidelity_warmup_steps")}
+        norm_sum, norm_count = stored_state.floats("norm_sum", units), stored_state.counts("norm_count", units)
+        scores, gnmr_count = stored_state.floats("window", window), stored_state.counts("gnmr_count", units)
+        active = stored_state.bools("active", units)
         self.load_more(state)
+        for name, value in counters.items():
+            setattr(self, name, value)
+        self.monitor.norm_sum, self.monitor.norm_count = norm_sum, norm_count
+        self.monitor.window, self.monitor.gnmr_count = scores, gnmr_count
+        self.active = active
+        self._scored = self.steps_done > 0

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from .arguments import State
 from .controller import Bools, Floats, Scores, Trigger, top_units
 
 
@@ -65,4 +66,4 @@ class Controller(Trigger):
         return {"lock": self.policy.lock.tolist()}
 
     def load_more(self, state: dict[str, Any]) -> None:
-        self.policy.lock = np.array(state["lock"], dtype=np.int64)
+        self.policy.lock = State(state, "controller").counts("lock", (self.num_units,))

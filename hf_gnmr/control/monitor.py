@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ..terminal import shown
+
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
@@ -65,7 +67,10 @@ class RiskMonitor:
 
 def check_norms(norms: ArrayLike, num_units: int) -> Floats:
     """`norms` as float64 of shape (num_units,); raises a ValueError that names what is wrong."""
-    values = np.asarray(norms, dtype=np.float64)
+    try:
+        values = np.asarray(norms, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"norms={shown(norms)}: expected {num_units} numbers, one per unit") from error
     if values.shape != (num_units,):
         raise ValueError(f"norms have shape {values.shape}: expected ({num_units},), one value per unit")
     if (values < 0).any():

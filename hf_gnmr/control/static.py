@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..config import ConfigError, number
+from .arguments import State
 from .controller import Bools, Scores, Trigger, TriggerOptions, top_units
 
 
@@ -92,6 +93,8 @@ class Static(Trigger):
         }
 
     def load_more(self, state: dict[str, Any]) -> None:
-        self.warmup_steps = int(state["warmup_steps"])
-        self._sum, self._count = np.array(state["gnmr_sum"]), np.array(state["gnmr_n"])
-        self._fixed = None if state["fixed"] is None else np.array(state["fixed"], dtype=bool)
+        stored, units = State(state, "controller"), (self.num_units,)
+        warmup_steps = stored.count("warmup_steps")
+        sums, counts = stored.floats("gnmr_sum", units), stored.floats("gnmr_n", units)
+        self._fixed = None if state.get("fixed") is None else stored.bools("fixed", units)
+        self.warmup_steps, self._sum, self._count = warmup_steps, sums, counts

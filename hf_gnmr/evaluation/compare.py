@@ -8,20 +8,20 @@ count as the same where the hashes of prompt and target agree; with fewer than t
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..config import ConfigError
+from ..config import ConfigError, refusing
 from ..files import FileError, free_number, numbered, read_json, replaceable, write_json, write_text
-from ..terminal import clean, cleaned, error_line
+from ..terminal import TRACEBACK, TRACEBACK_HELP, clean, cleaned, refused
+from .results import Result, load_results
 from .scores import figure, standard_error
-from .subjects import EVAL_FOLDER, PRECISIONS, folder_for, resolve
 from .table import CSV_COLUMNS, as_csv, markdown
 
 DRAWS = 10_000
@@ -35,8 +35,6 @@ OURS = {
     "compare.csv": (",".join(CSV_COLUMNS[:4]).encode(),),
 }
 """The table's files, and how they begin, in every version."""
-Result = dict[str, Any]
-"""One result file."""
 Rows = dict[str, list[Result]]
 """The results of each row of the table, by its name."""
 
@@ -48,12 +46,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run that was evaluated, or a folder of results")
     parser.add_argument("--against", help="the row that the others are compared with; default: the first in BF16")
     parser.add_argument("--output", type=Path, help="folder for compare.md, compare.json and compare.csv; default: none")
+    parser.add_argument(TRACEBACK, action="store_true", help=TRACEBACK_HELP)
     options = parser.parse_args(argv)
     try:
         write([Path(run) for run in options.runs], options.against, options.output)
     except (ConfigError, FileError) as error:
-        print(error_line(error), file=sys.stderr)
-        return 2
+        return refused(error)
     return 0
 
 
@@ -77,9 +75,10 @@ def write(folders: list[Path], against: str | None, output: Path | None, shown: 
     print(text, flush=True)
     if output is None:
         return
-    output.mkdir(parents=True, exist_ok=True)
+    with refusing(f"--output {output}"):
+        output.mkdir(parents=True, exist_ok=True)
     earlier = output / "compare.json"
-    if earlier.is_file() and read_json(earlier).get("rows", {}).keys() != table["rows"].keys():
+    if earlier.is_file() and _row_names(earlier) != table["rows"].keys():
         files = [output / name for name in OURS]
         number = free_number(*files)
         for file in files:
@@ -90,54 +89,31 @@ def write(folders: list[Path], against: str | None, output: Path | None, shown: 
     write_text(output / "compare.csv", as_csv(table))
 
 
+def _row_names(file: Path) -> set[str]:
+    """Names of the rows in an earlier table; empty where it has none, or is broken."""
+    rows = read_json(file).get("rows")
+    return set(rows) if isinstance(rows, dict) else set()
+
+
 def check_output(output: Path) -> None:
     """Refuse a folder that cannot hold a table, or holds other files under its names.
 
     Raises:
         ConfigError: naming it.
     """
-    if os.path.lexists(output) and not output.is_dir():
-        raise ConfigError(f"--output {output}: not a folder")
+    with refusing(f"--output {output}"):
+        if os.path.lexists(output) and not output.is_dir():
+            raise ConfigError(f"--output {output}: not a folder")
     for name, beginnings in OURS.items():
-        try:
-            replaceable(output / name, lambda text, known=beginnings: text.startswith(known), "a table of hf-gnmr compare")  # type: ignore[misc]
-        except FileError as error:
-            raise ConfigError(f"--output {error}") from error
+        with refusing(f"--output {output}"):
+            try:
+                replaceable(output / name, functools.partial(_begins_with, beginnings), "a table of hf-gnmr compare")
+            except FileError as error:
+                raise ConfigError(f"--output {error}") from error
 
 
-def load_results(folder: Path) -> dict[str, list[Result]]:
-    """All results under a run's or an evaluation's folder, by the place of the evaluated model.
-
-    Raises:
-        ConfigError: there are none.
-        FileError: one cannot be read.
-    """
-    if folder.name == EVAL_FOLDER and (folder.parent / "adapter_config.json").is_file():
-        roots = {str(folder.parent.resolve()): folder}
-    elif (folder / EVAL_FOLDER).is_dir():
-        roots = {str(folder.resolve()): folder / EVAL_FOLDER}
-    elif (folder / "config.json").is_file() or not folder.exists():  # a base model
-        roots = {str(folder): folder_for(resolve(str(folder), None, None))}
-    else:
-        roots = {str(folder.resolve()): folder}
-        # The --output of several runs has a folder for each.
-        roots |= {str(f.resolve()): f for f in sorted(folder.glob("*")) if f.is_dir() and f.name not in PRECISIONS}
-    placed = {place: results for place, root in roots.items() if (results := _results_in(root))}
-    if not placed:
-        raise ConfigError(f"{folder}: no evaluation in it; run hf-gnmr eval first")
-    return placed
-
-
-def _results_in(root: Path) -> list[Result]:
-    """Without those that were moved aside (gsm8k.1.json)."""
-    files = [
-        file
-        for precision in PRECISIONS
-        for file in sorted((root / precision).glob("*.json"))
-        if not re.search(r"\.[0-9]+\.json$", file.name)
-    ]
-    results = [read_json(file) for file in files]
-    return [result for result in results if {"per_item", "precision", "task", "key"} <= result.keys()]
+def _begins_with(beginnings: tuple[bytes, ...], text: bytes) -> bool:
+    return text.startswith(beginnings)
 
 
 def model_of(result: Result) -> str:

@@ -19,10 +19,10 @@ import torch
 
 from ..backends.bf16_cpu import KERNELS, choose, float32_kernels
 from ..backends.bnb.int8 import cast_notes_silenced
-from ..config import ConfigError, SetupError
+from ..config import MAX_COUNT, ConfigError, SetupError, refusing
 from ..files import FileError, free_name, write_json
 from ..run.environment import machine
-from ..terminal import cleaned, error_line
+from ..terminal import TRACEBACK, TRACEBACK_HELP, cleaned, refused, shown
 from .compare import check_output, write
 from .data import BUILTIN, check_shots, splits_of
 from .harness import harness_tasks, run_task
@@ -54,8 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         output = Path(options.output or (folders[0] if len(folders) == 1 else "eval-results"))
         write(folders, None, output, {(plan.precision, request.label) for plan in plans for request in requests})
     except (ConfigError, SetupError, FileError) as error:
-        print(error_line(error), file=sys.stderr)
-        return 2
+        return refused(error)
     return 0
 
 
@@ -80,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", help="folder for results; default: RUN/eval, or eval-results/NAME-… for a base model")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model, if you trust its author")
     add("--offline", action="store_true", help="no network: nothing is requested from the Hub")
+    add(TRACEBACK, action="store_true", help=TRACEBACK_HELP)
     return parser
 
 
@@ -95,8 +95,8 @@ def _checked(options: argparse.Namespace) -> tuple[list[Request], list[Subject]]
     requests = parse_tasks(options.tasks)
     for name in ("limit", "batch_size", "block", "stride", "max_gen_tokens"):
         value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{_flag(name)} {value}: expected a whole number above 0")
+        if value is not None and not 1 <= value <= MAX_COUNT:
+            raise ConfigError(f"{_flag(name)} {shown(value)}: expected a whole number above 0, at most {MAX_COUNT:,}")
     subjects = [with_trust(resolve(run, options.base, options.precision), options.trust_remote_code) for run in options.runs]
     if any(request.task.by_lm_eval for request in requests) and not importlib.util.find_spec("lm_eval"):
         raise ConfigError("these tasks need lm-eval: pip install 'hf-gnmr[eval]'")
@@ -144,7 +144,8 @@ def evaluate(plan: Plan, options: argparse.Namespace) -> None:
         return
     subject, precision = plan.subject, plan.precision
     # Definitions and rows are put together before the model is loaded, so that their errors come first.
-    tasks = {p.request: harness_tasks(p.request, options.data) for p in plan.pending if p.request.task.by_lm_eval}
+    with refusing("the tasks' rows cannot be read (--data; default: from the Hub)"):
+        tasks = {p.request: harness_tasks(p.request, options.data) for p in plan.pending if p.request.task.by_lm_eval}
     model, tokenizer, description = build(subject, precision, options.dtype)
     print(f"{subject.label}: {description}", flush=True)
     autocast = subject.autocast(options.dtype)

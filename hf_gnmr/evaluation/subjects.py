@@ -97,6 +97,8 @@ def resolve(run: str, base: str | None, precision: str | None) -> Subject:
     folder = Path(run).expanduser()
     if base is not None and not ((folder / RECIPE).is_file() or (folder / ADAPTER_CONFIG).is_file()):
         raise ConfigError(f"--base {base}: {run} holds no adapter that could be put over another base")
+    if base is not None and base.startswith((".", "/", "~")) and not Path(base).expanduser().is_dir():
+        raise ConfigError(f"--base {base}: no such folder")
     above = folder.resolve().parent
     # A model's folder may consist of links to where its files are; a run's and an adapter's were written in one piece.
     own = (RECIPE, ADAPTER_CONFIG, *((MODEL_CONFIG,) if (folder / RECIPE).is_file() else ()))

@@ -6,6 +6,7 @@ Checks come first and touch nothing; `claim` moves, just before the new run writ
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -13,6 +14,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from ..config import ConfigError, refusing
 from ..files import regular
 from ..reading import MAX_YAML_BYTES, FileError, inside, read_json, read_utf8
 from ..terminal import shown
@@ -121,6 +123,7 @@ class OutputFolder:
         if self.checkpoint is None:
             return None
         state = read_json(self.checkpoint / "trainer_state.json")
+        _check_state(state, self.checkpoint / "trainer_state.json")
         training, before = self.recipe.training, self.begun_with.get("training", {})
         last = training.get("max_steps", -1)
         if last < 0:
@@ -231,12 +234,43 @@ class OutputFolder:
                     )
 
 
+def _check_state(state: dict[str, Any], file: Path) -> None:
+    """Refuse a Trainer's state with fields that a resumed run fails on without naming them.
+
+    Raises:
+        FileError: naming file, field and value.
+    """
+    from transformers import TrainerState
+
+    for name in ("global_step", "max_steps"):
+        value = state.get(name)
+        if type(value) is not int or value < 0:
+            raise FileError(f"{file}: {name}={shown(value)}: expected a whole number, at least 0")
+    callbacks = state.get("stateful_callbacks", {})
+    if not isinstance(callbacks, dict) or not all(isinstance(stored, (dict, list)) for stored in callbacks.values()):
+        raise FileError(f"{file}: stateful_callbacks={shown(callbacks)}: expected a JSON object of objects, one a callback")
+    unknown = state.keys() - {field.name for field in dataclasses.fields(TrainerState)}
+    if unknown:
+        raise FileError(
+            f"{file}: unknown fields {shown(sorted(unknown))}: it is of another version of transformers, or edited"
+        )
+
+
+def check_path(name: str, path: Any) -> None:
+    """Raise ConfigError for what no file system takes as a path."""
+    if not isinstance(path, (str, os.PathLike)) or "\0" in os.fspath(path):
+        raise ConfigError(f"{name}={shown(path)}: expected a path")
+    with refusing(f"{name}={shown(os.fspath(path))}"):
+        Path(path).exists()
+
+
 def last_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """The newest complete checkpoint in an output folder; None if there is none.
 
     A run that was killed while it saved leaves a folder that transformers' `get_last_checkpoint` (and
     `resume_from_checkpoint=True`) picks and then cannot read; this function looks at the files in it.
     """
+    check_path("folder", folder)
     checkpoints = [p for p in Path(folder).glob("checkpoint-*") if re.fullmatch(r"checkpoint-[0-9]+", p.name)]
     passed_over: list[str] = []
     for checkpoint in sorted(checkpoints, key=lambda p: int(p.name.split("-")[1]), reverse=True):

@@ -11,12 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..config import ConfigError, SetupError, parse_bytes
-from ..terminal import cleaned, error_line
+from ..config import ConfigError, SetupError, integer, parse_bytes
+from ..terminal import TRACEBACK, TRACEBACK_HELP, cleaned, refused
 from .emulated import kernels
 from .plan_figures import plan
 from .recipe import find_recipe, load_recipe
 
+MAX_NUMBER = 10**12
+"""Of `--processes` and `--rows`."""
 RUN_FILES = (
     "trace*.jsonl", "environment*.json", "summary*.json", "results.json", "adapter_*", "model*.safetensors*", "checkpoint-*",
 )  # fmt: skip
@@ -44,9 +46,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, help="number of training rows, if the data set is not available")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--trust-remote-code", action="store_true", help="permit it to the recipe in a run's folder")
+    parser.add_argument(TRACEBACK, action="store_true", help=TRACEBACK_HELP)
     options = parser.parse_intermixed_args(argv)
     try:
         limit = None if options.device_memory is None else parse_bytes("--device-memory", options.device_memory)
+        for name in ("processes", "rows"):
+            value = getattr(options, name)
+            if value is not None:
+                integer(f"--{name}", value, 1, most=MAX_NUMBER)
         path = find_recipe(options.recipe)
         recipe = load_recipe(path, options.overrides)
         if recipe.model.trust_remote_code and not options.trust_remote_code and _of_a_run(path):
@@ -56,8 +63,7 @@ def main(argv: list[str] | None = None) -> int:
             )
         figures = plan(recipe, processes=options.processes, rows=options.rows)
     except (ConfigError, SetupError) as error:
-        print(error_line(error), file=sys.stderr)
-        return 2
+        return refused(error)
     if recipe.adapted and not options.json:
         print(kernels(recipe)[1])
     print(json.dumps(figures, indent=2) if options.json else in_words(figures))

@@ -22,6 +22,7 @@ import torch
 from ..backends import BACKENDS, Backend
 from ..backends.base import Way
 from ..backends.units import FINDERS, Unit, find_units, in_adapter
+from ..config import refusing
 from ..control.triggers import make_trigger
 from ..terminal import shown
 from ..trace.lifted import resolve_trigger_options
@@ -45,11 +46,13 @@ def plan(recipe: Recipe, *, processes: int = 1, rows: int | None = None) -> dict
         RecipeError: no architecture available, or adapters that match no module.
         ConfigError, SetupError: the errors that the run itself would raise.
     """
-    config, source = architecture(recipe)
+    with refusing("model: config.json or model.architecture cannot be used", RecipeError):
+        config, source = architecture(recipe)
     steps = _steps(recipe, processes, rows)
     backend = BACKENDS[recipe.backend.name]
     by_base = recipe.lora is not None and (backend.quantised_base or not backend.switches)
-    figures = (_plan_bases if by_base else _plan_whole)(recipe, config, source, steps["steps"])
+    with refusing("model: no model can be built of its configuration (config.json, model.architecture)", RecipeError):
+        figures = (_plan_bases if by_base else _plan_whole)(recipe, config, source, steps["steps"])
     return {**figures, **steps}
 
 

@@ -14,8 +14,11 @@ import torch
 from transformers import DataCollatorForSeq2Seq, Trainer, default_data_collator, set_seed
 
 from ..backends.bnb.int8 import cast_notes_silenced
+from ..config import refusing
+from ..terminal import shown
 from .data import IGNORED, check_source, encode, load_rows
 from .heldout import held_out_figures, perplexity_figures
+from .modelfiles import check_model_files
 from .models import (
     add_adapters,
     build_from_scratch,
@@ -27,7 +30,7 @@ from .models import (
 )
 from .packing import check_text_source, text_blocks
 from .recipe import SCRATCH
-from .sections import DataSection, Recipe
+from .sections import DataSection, Recipe, RecipeError
 
 
 @dataclass
@@ -117,9 +120,18 @@ def find_model(recipe: Recipe) -> str | None:
     """Folder or Hub id of the base model; None: the model is built from scratch.
 
     Raises:
-        RecipeError: a folder that does not exist.
+        RecipeError: a folder that does not exist, or a file in it that cannot be read.
     """
-    return None if recipe.model.name == SCRATCH else model_source(recipe.model)
+    if recipe.model.name == SCRATCH:
+        return None
+    with refusing(_where(recipe), RecipeError):
+        source = model_source(recipe.model)
+    check_model_files(source, _where(recipe))
+    return source
+
+
+def _where(recipe: Recipe) -> str:
+    return f"model.name={shown(recipe.model.name)}"
 
 
 def prepare_tokenizer(recipe: Recipe, source: str | None, *, units_are_layers: bool) -> Any:
@@ -135,8 +147,10 @@ def prepare_tokenizer(recipe: Recipe, source: str | None, *, units_are_layers: b
     """
     if source is None:
         return scratch_tokenizer(recipe.model)
-    check_depth(source, recipe.model, recipe.gnmr if units_are_layers else None, recipe.lora)
-    return load_tokenizer(source, recipe.model)
+    with refusing(f"{_where(recipe)}: config.json cannot be used", RecipeError):
+        check_depth(source, recipe.model, recipe.gnmr if units_are_layers else None, recipe.lora)
+    with refusing(f"{_where(recipe)}: the tokenizer cannot be loaded (tokenizer.json, tokenizer_config.json)", RecipeError):
+        return load_tokenizer(source, recipe.model)
 
 
 def prepare_model(recipe: Recipe, source: str | None, seed: int) -> Any:
@@ -155,7 +169,8 @@ def prepare_model(recipe: Recipe, source: str | None, seed: int) -> Any:
         model = build_from_scratch(recipe.model, seed)
     else:
         dtype = torch.bfloat16 if recipe.lora is not None else getattr(torch, recipe.model.dtype or "float32")
-        model = load_base(source, recipe.model, recipe.backend.name, dtype)
+        with refusing(f"{_where(recipe)}: the model cannot be loaded", RecipeError):
+            model = load_base(source, recipe.model, recipe.backend.name, dtype)
         if recipe.lora is not None:
             model = add_adapters(model, recipe.lora, seed)
     model.config.use_cache = False

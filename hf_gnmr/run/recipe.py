@@ -95,6 +95,8 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | tuple[str, 
         if not equals or not dot or not name:
             raise RecipeError(f"override {shown(override)}: expected section.key=value, e.g. training.max_steps=20")
         check_known(section, list(SECTIONS), "section")
+        if not text.strip():
+            raise RecipeError(f"override {shown(override)}: expected a value after =, or null for none")
         try:
             if raw.get(section) is False:
                 raise RecipeError(f"override {shown(override)}: the recipe says {section}: false")

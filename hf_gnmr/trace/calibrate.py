@@ -14,6 +14,7 @@ import math
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from ..config import ConfigError, parse_bytes
+from ..config import ConfigError, GNMRConfig, parse_bytes, refusing
 from ..control.controller import Bools
 from ..files import FileError, plain, printable, writable, write_text
 from ..reading import SHIPPED
 from ..script import write_script
-from ..terminal import cleaned, error_line
+from ..terminal import TRACEBACK, TRACEBACK_HELP, cleaned, refused
 from .metrics import exceedance
 from .replay import Replay, mean_recovery_bytes, recorded_config, replay
 from .replay_table import NOTE
@@ -83,12 +84,14 @@ def calibrate(
         ConfigError: a target that cannot be met, or a trace that lacks what it needs.
     """
     size = len(series)
-    if not 0 < held_out < 1:
-        raise ConfigError(f"held_out={held_out!r}: expected a share between 0 and 1")
+    _check_numbers(target, wanted, held_out, max_o)
     held = held_out_steps(size, held_out)
     fit = ~held
     if fit.sum() < 50 or held.sum() < 20:
-        raise ConfigError(f"{size} steps, {held.sum()} of them held out: expected at least 50 to fit and 20 held out")
+        why = "" if series.problem is None else f" ({series.problem})"
+        raise ConfigError(
+            f"{series.path}: {size} steps, {held.sum()} of them held out: expected at least 50 to fit and 20 held out{why}"
+        )
     mask = series.recoverable
     if not mask.any():
         raise ConfigError(f"{series.path}: no recoverable unit, nothing to choose")
@@ -249,12 +252,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--extends", metavar="RECIPE", help="make the fragment a recipe that extends this one")
     parser.add_argument("--output", metavar="FILE", help="also write the fragment to this file")
     parser.add_argument("--json", action="store_true", help="print the proposal as JSON")
+    parser.add_argument(TRACEBACK, action="store_true", help=TRACEBACK_HELP)
     options = parser.parse_args(argv)
     try:
         target, value = next((name, v) for name in TARGETS if (v := getattr(options, name)) is not None)
         if target == "bytes_per_step":
             value = float(parse_bytes("--bytes-per-step", value))
         series = read_series(options.trace, strict=False)
+        _check_numbers(target, value, options.held_out, options.max_o)
+        if options.extends is not None and not is_file(options.extends):
+            raise ConfigError(f"--extends {options.extends}: no such file")
+        if options.output is not None:
+            with refusing(f"--output {printable(options.output)}"):
+                if os.path.lexists(options.output):
+                    raise ConfigError(f"--output {options.output} exists already: name another file")
+                try:
+                    writable(options.output)
+                except FileError as error:
+                    raise ConfigError(f"--output {error}") from error
         proposal = calibrate(
             series,
             target,
@@ -266,8 +281,6 @@ def main(argv: list[str] | None = None) -> int:
         command = shlex.join(["hf-gnmr", "calibrate", *(sys.argv[1:] if argv is None else argv)])
         extends = options.extends
         if extends is not None:
-            if not Path(extends).is_file():
-                raise ConfigError(f"--extends {extends}: no such file")
             # The path is relative to the folder of the recipe that contains it, and below it, or recipes refuse it.
             home = Path(options.output).resolve().parent if options.output else Path.cwd()
             if not any(Path(extends).resolve().is_relative_to(folder.resolve()) for folder in (home, *SHIPPED)):
@@ -275,22 +288,36 @@ def main(argv: list[str] | None = None) -> int:
             extends = os.path.relpath(extends, home)
         text = fragment(proposal, command, extends)
         if options.output is not None:
-            if os.path.lexists(options.output):
-                raise ConfigError(f"--output {options.output} exists already: name another file")
-            try:
-                writable(options.output)
-            except FileError as error:
-                raise ConfigError(f"--output {error}") from error
             (write_text if extends is None else write_script)(options.output, text)
     except (ConfigError, FileError, OSError) as error:
-        print(error_line(error), file=sys.stderr)
-        return 2
+        return refused(error)
     series.warn()
     if options.json:
         print(json.dumps(plain(vars(proposal)), indent=2))
     else:
         print(text, end="")
     return 0 if proposal.met else 1
+
+
+def _check_numbers(target: str, wanted: float, held_out: float, max_o: Any) -> None:
+    """Raise ConfigError for a target, share or maxO out of range; NaN is out of every range."""
+    most = math.inf if target == "bytes_per_step" else 1.0
+    if not 0 < wanted < most:
+        raise ConfigError(f"{target}={wanted!r}: expected a value above 0, {'finite' if most > 1 else 'and below 1'}")
+    if not 0 < held_out < 1:
+        raise ConfigError(f"held_out={held_out!r}: expected a share between 0 and 1")
+    if max_o is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            GNMRConfig(max_o=max_o)
+
+
+def is_file(path: str) -> bool:
+    """Whether there is a file; false for what no file system takes as a name."""
+    try:
+        return Path(path).is_file()
+    except OSError:
+        return False
 
 
 def _number(text: str) -> int | float:

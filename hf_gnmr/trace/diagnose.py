@@ -12,7 +12,7 @@ import sys
 
 from ..config import ConfigError
 from ..files import plain
-from ..terminal import cleaned, error_line
+from ..terminal import TRACEBACK, TRACEBACK_HELP, cleaned, refused
 from .choices import chosen, oscillation, overlap
 from .file import TraceError
 from .finding import Finding
@@ -46,13 +46,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="hf-gnmr diagnose", description="The conditions of the theory on a trace.")
     parser.add_argument("trace", help="trace.jsonl, or the folder of a run")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
+    parser.add_argument(TRACEBACK, action="store_true", help=TRACEBACK_HELP)
     options = parser.parse_args(argv)
     try:
         series = read_series(options.trace, strict=False)
         findings = diagnose(series)
     except (ConfigError, TraceError) as error:
-        print(error_line(error), file=sys.stderr)
-        return 2
+        return refused(error)
     series.warn()
     if options.json:
         print(json.dumps(plain([vars(finding) for finding in findings]), indent=2))

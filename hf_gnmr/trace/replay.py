@@ -21,7 +21,7 @@ from ..config import ConfigError, GNMRConfig
 from ..control.controller import Bools, Floats, Trigger
 from ..control.triggers import TRIGGERS, make_trigger
 from ..files import plain
-from ..terminal import cleaned, error_line
+from ..terminal import TRACEBACK, TRACEBACK_HELP, cleaned, refused
 from .file import TraceError
 from .metrics import decision_figures, dwell
 from .replay_table import NOTE, in_words, settings_grid
@@ -228,6 +228,7 @@ def main(argv: list[str] | None = None) -> int:
         help="a field of GNMRConfig; several values make a grid",
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument(TRACEBACK, action="store_true", help=TRACEBACK_HELP)
     options = parser.parse_args(argv)
     try:
         series = read_series(options.trace, strict=False)
@@ -242,8 +243,7 @@ def main(argv: list[str] | None = None) -> int:
         if not len(series):
             raise ConfigError(f"{series.path}: no step was recorded")
     except (ConfigError, TraceError) as error:
-        print(error_line(error), file=sys.stderr)
-        return 2
+        return refused(error)
     series.warn()
     if options.json:
         print(json.dumps(plain({"trace": str(series.path), "rows": rows, "differences": unequal, "note": NOTE}), indent=2))

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..config import ConfigError, SetupError
+from ..config import ConfigError, SetupError, refusing
 from ..files import FileError, printable, write_bytes, write_text
 from ..reading import MAX_PAGE_BYTES, inside, read_bytes
-from ..terminal import REPLACED, cleaned, error_line
+from ..terminal import REPLACED, TRACEBACK, TRACEBACK_HELP, cleaned, refused
 from . import fields, figures
 from .diagnose import diagnose
 from .fields import Row
@@ -307,14 +307,14 @@ def main(argv: list[str] | None = None) -> int:
         "--format", nargs="+", choices=["png", "svg"], default=["png", "svg"], help="file formats of --figures"
     )
     parser.add_argument("--follow", action="store_true", help="no page: show a running job in the terminal")
+    parser.add_argument(TRACEBACK, action="store_true", help=TRACEBACK_HELP)
     options = parser.parse_args(argv)
     try:
         if options.follow:
             return _follow(options.runs)
         return _write(options)
     except (ConfigError, SetupError, FileError, OSError) as error:
-        print(error_line(error), file=sys.stderr)
-        return 2
+        return refused(error)
 
 
 def _follow(runs: list[str]) -> int:
@@ -335,7 +335,8 @@ def _write(options: argparse.Namespace) -> int:
         for file in figure_files(runs, labels, Path(options.figures), options.format):
             check_figure(file)
     text = page(runs, labels)
-    write_text(options.output, text)
+    with refusing(f"--output {printable(options.output)}"):
+        write_text(options.output, text)
     written = [options.output]
     if options.figures is not None:
         written += save_figures(runs, labels, Path(options.figures), options.format)

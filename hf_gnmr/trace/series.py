@@ -175,9 +175,9 @@ class _Lines:
     def add(self, record: dict[str, Any]) -> None:
         line = len(self.rows["step"])
         try:
-            row: dict[str, Any] = {scalar.name: _number(record.get(scalar.name)) for scalar in self.scalars}
+            row: dict[str, Any] = {scalar.name: _number(scalar.name, record.get(scalar.name)) for scalar in self.scalars}
             for name in VECTORS:
-                row[name] = self._vector(record.get(name))
+                row[name] = self._vector(name, record.get(name))
             row["seen"] = np.array([value is not None for value in record["norms"]], dtype=bool)
             row["loss_given"] = record["loss"] is not None
             for name in SETS:
@@ -206,12 +206,15 @@ class _Lines:
         mask[members] = True
         return mask
 
-    def _vector(self, values: Any) -> Floats:
+    def _vector(self, name: str, values: Any) -> Floats:
         if values is None:
             return self._nothing
-        vector = np.array(values, dtype=np.float64)  # None becomes nan; "inf" and "nan" are parsed
+        try:
+            vector = np.array(values, dtype=np.float64)  # None becomes nan; "inf" and "nan" are parsed
+        except (TypeError, ValueError):
+            raise ValueError(f"{name}={shown(values)}: expected {self.count} numbers, one a unit") from None
         if vector.shape != (self.count,):
-            raise ValueError(f"expected {self.count} values, one a unit, got shape {vector.shape}")
+            raise ValueError(f"{name}: expected {self.count} values, one a unit, got shape {vector.shape}")
         return vector
 
     def series(self) -> Series:
@@ -232,8 +235,11 @@ class _Lines:
         )
 
 
-def _number(value: Any) -> float:
-    return np.nan if value is None else float(value)
+def _number(name: str, value: Any) -> float:
+    try:
+        return np.nan if value is None else float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={shown(value)}: expected a number") from None
 
 
 def run_lengths(active: Bools, adjacent: Bools) -> Iterable[tuple[int, int, int]]:

@@ -6,16 +6,18 @@ import os
 from typing import Any
 
 from accelerate.state import AcceleratorState
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainingArguments
 
 from ..backends.units import base_model
-from ..config import ConfigError, SetupError, integer, one_of
+from ..config import MAX_COUNT, ConfigError, SetupError, integer, one_of
 from ..files import FileError
+from ..terminal import printable, shown
 from ..trace.file import refuse_place
 from .distributed import world_size
 from .engines import refuse_unreadable_engine, refuse_unreadable_optimizer, refuse_unreadable_settings
+from .options import Options
 
 LAUNCHED = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 """Environment variables in which launchers pass the number of processes."""
@@ -96,13 +98,40 @@ def refuse_training_settings(training: dict[str, Any]) -> None:
         raise SetupError("training.do_train=False: a recipe is for training")
 
 
+def check_objects(model: Any, options: Any, scaler: Any, output_dir: Any) -> None:
+    """Raise ConfigError for a session's arguments of a wrong type, naming the argument."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model={shown(model)}: expected a torch.nn.Module")
+    if options is not None and not isinstance(options, Options):
+        raise ConfigError(f"options={shown(options)}: expected hf_gnmr.training.options.Options, or None")
+    if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
+        raise ConfigError(f"scaler={shown(scaler)}: expected a gradient scaler (accelerator.scaler), or None")
+    if output_dir is not None and (not isinstance(output_dir, (str, os.PathLike)) or "\0" in os.fspath(output_dir)):
+        raise ConfigError(f"output_dir={shown(output_dir)}: expected a path, or None")
+
+
+def check_loss(loss: Any) -> None:
+    """Raise ConfigError unless a loss that is reported is a tensor."""
+    if not isinstance(loss, Tensor):
+        raise ConfigError(f"loss={shown(loss)}: expected a tensor")
+
+
+def check_micro_batches(micro_batches: Any) -> None:
+    """Raise ConfigError unless a number of micro-batches is a whole number, or None."""
+    if micro_batches is not None:
+        integer("micro_batches", micro_batches, 0)
+
+
 def check_arguments(total_steps: int | None, accumulation: int, rows: int | None, resume_history: str) -> None:
     """Raise ConfigError for a session's numbers unless they are whole and above 0 (total steps and rows may be None)."""
     one_of("resume_history", resume_history, ("continue", "new"))
     if isinstance(total_steps, bool) or not (total_steps is None or (isinstance(total_steps, int) and total_steps > 0)):
-        raise ConfigError(f"total_steps={total_steps!r}: expected a whole number above 0, or None")
+        raise ConfigError(f"total_steps={shown(total_steps)}: expected a whole number above 0, or None")
     if isinstance(accumulation, bool) or not (isinstance(accumulation, int) and accumulation > 0):
-        raise ConfigError(f"gradient_accumulation_steps={accumulation!r}: expected a whole number above 0")
+        raise ConfigError(f"gradient_accumulation_steps={shown(accumulation)}: expected a whole number above 0")
+    for name, value in (("total_steps", total_steps), ("gradient_accumulation_steps", accumulation)):
+        if value is not None:
+            integer(name, value, 1, most=MAX_COUNT)
     if rows is not None:
         integer("rows_per_micro_batch", rows, 1)
 
@@ -141,7 +170,9 @@ def refuse_windows_never_full(dataloader: Any, accumulation: int) -> None:
 
 def refuse_trace_place(path: str | os.PathLike[str], setting: str, *, named: bool) -> None:
     """Raise ConfigError, naming the setting, where `trace.file.refuse_place` refuses a trace."""
+    if "\0" in os.fspath(path):
+        raise ConfigError(f"{setting}={shown(os.fspath(path))}: expected a path without a null character")
     try:
         refuse_place(path, named=named)
     except FileError as error:
-        raise ConfigError(f"{setting}: {error}") from error
+        raise ConfigError(f"{setting}: {printable(str(error), 600)}") from error

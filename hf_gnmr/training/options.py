@@ -17,6 +17,7 @@ from ..backends.units import FINDERS, Unit
 from ..config import ConfigError, GNMRConfig, nearest, parse_bytes
 from ..control.controller import Trigger, TriggerOptions
 from ..control.triggers import TRIGGERS, check_trigger, make_trigger
+from ..terminal import shown
 from ..trace.lifted import resolve_trigger_options
 from .engines import refuse_unreadable_engine
 
@@ -155,11 +156,15 @@ def make_config(config: GNMRConfig | dict[str, Any] | None, settings: dict[str, 
     known = [field.name for field in fields(GNMRConfig)]
     for name in [*settings, *(config if isinstance(config, dict) else {})]:
         if name not in known:
-            raise ConfigError(f"{owner} has no argument {name!r}: GNMRConfig's fields are {', '.join(known)}")
+            kind = "config: " if name not in settings else ""
+            raise ConfigError(f"{kind}{owner} has no argument {shown(name)}: GNMRConfig's fields are {', '.join(known)}")
     if config is not None and settings:
         raise ConfigError(f"give config= or its fields as keywords, not both (got {', '.join(settings)})")
     if isinstance(config, dict):
-        config = GNMRConfig(**config)
+        try:
+            config = GNMRConfig(**config)
+        except ConfigError as error:
+            raise ConfigError(f"config: {error}") from error
     if config is not None and not isinstance(config, GNMRConfig):
         raise ConfigError(f"config={config!r}: expected a GNMRConfig")
     return config or GNMRConfig(**settings)

@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..config import ConfigError
+from ..control import arguments
+from ..terminal import shown
 
+State = Mapping[str, Any]
+"""A stored state, or a part of it: plain JSON values by name."""
 ResumeHistory = Literal["continue", "new"]
 """What a resumed run does with the history in its checkpoint."""
 
@@ -101,6 +105,8 @@ def check_setup(stored: Mapping[str, Any] | None, setup: Mapping[str, Any], batc
     Raises:
         ConfigError: they differ; the message names the field.
     """
+    if stored is not None and not isinstance(stored, Mapping):
+        raise ConfigError(f"the checkpoint's setup={shown(stored)}: expected a dict")
     for name, value in setup.items():
         if stored is not None and name not in batch.to_dict() and stored.get(name) != value:
             raise ConfigError(
@@ -108,3 +114,14 @@ def check_setup(stored: Mapping[str, Any] | None, setup: Mapping[str, Any], batc
                 "model and settings of the checkpoint, or start from scratch"
             )
     return batch.check(stored or {})
+
+
+def session_state(state: Any) -> tuple[int, State | None, str | None, State | None]:
+    """Step, controller, run_id and setup of `GNMRSession.state_dict()`, checked; older states have no setup.
+
+    Raises:
+        ConfigError: a field that is missing or of a wrong type, by name.
+    """
+    stored = arguments.State(state, "session")
+    setup = stored.mapping("setup") if "setup" in state else None
+    return stored.count("steps_done"), stored.mapping("controller"), stored.text("run_id"), setup

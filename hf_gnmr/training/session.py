@@ -36,7 +36,7 @@ from .gradients import GradientNorms
 from .journal import TRACE_FILE, Journal, say, say_not_finite, write_summary
 from .options import Options, make_config, signature_with_settings, split_settings, take_over, trigger_over
 from .reading import Reading
-from .resuming import GlobalBatch, ResumeHistory, check_setup
+from .resuming import GlobalBatch, ResumeHistory, State, check_setup, session_state
 from .signals import SIGNALS
 
 
@@ -79,6 +79,7 @@ class GNMRSession:
         resume_history: ResumeHistory = "continue",
         **settings: Any,
     ) -> None:
+        checks.check_objects(model, options, scaler, output_dir)
         of_options, thresholds = split_settings(settings, type(self).__name__)
         if options is not None and of_options:
             raise ConfigError(f"give options= or its fields as keywords, not both (got {', '.join(of_options)})")
@@ -165,6 +166,7 @@ class GNMRSession:
             SetupError: the gradient came about where it cannot be read, or the first steps had no backward at all.
         """
         self._refuse_closed()
+        checks.check_micro_batches(micro_batches)
         if self.reading is not None:
             raise SetupError("observe() a second time without decide(): call decide() after each optimizer step")
         if not self._begun:
@@ -274,6 +276,7 @@ class GNMRSession:
     def note_loss(self, loss: Tensor) -> None:
         """Report a micro-batch's loss as it enters the backward; the trace records it if the model's own loss output takes
         no part in the backward (a loss computed outside the model)."""
+        checks.check_loss(loss)
         self._gradients.step_losses.append(loss.detach().clone())  # the loop may divide it in place
 
     def scalars(self) -> dict[str, float]:
@@ -301,9 +304,9 @@ class GNMRSession:
         """Continue from `state_dict()`: history, locks, active set and trace. It also works mid-run, to go back a few steps.
 
         Raises:
-            ConfigError: the state of a run with other settings or units.
+            ConfigError: the state of a run with other settings or units, or fields that are missing or of a wrong type.
         """
-        self.resume(int(state["steps_done"]), state["controller"], state["run_id"], state["setup"])
+        self.resume(*session_state(state))
         if self.signal is not None and self.resume_history == "continue":
             self.signal.load_tensors(state.get("signal", {}))
 
@@ -315,9 +318,7 @@ class GNMRSession:
             **self.backend.identity(),
         }
 
-    def resume(
-        self, step: int, controller: dict[str, Any] | None, run_id: str | None, setup: dict[str, Any] | None = None
-    ) -> None:
+    def resume(self, step: int, controller: State | None, run_id: str | None, setup: State | None = None) -> None:
         """Continue after optimizer step `step`, with the controller's state and in the trace of run `run_id`, if given.
 
         Raises:
@@ -333,7 +334,7 @@ class GNMRSession:
             warning = check_setup(setup, self.setup(), self.batch)
             if warning is not None and self.main_process:
                 warnings.warn(warning, stacklevel=3)
-            self.controller.load_state_dict(controller)
+            self.controller.load_state_dict(dict(controller))
             self._switch()
         self.discard()
         if self._journal is not None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import bitsandbytes as bnb
 import torch
 from torch import nn
 
-from ...config import SetupError
+from ...config import ConfigError, SetupError, number
+from ...terminal import shown
 from .originals import IN_MEMORY
 
 
@@ -23,16 +25,23 @@ def quantize_int8(model: Any, *, threshold: float = 6.0) -> Any:
         threshold: LLM.int8's outlier threshold.
 
     Raises:
-        SetupError: a linear that is not BF16, or nothing to convert.
+        ConfigError: an argument of a wrong type.
+        SetupError: a linear that is not BF16 or not in memory, or nothing to convert; the model is unchanged then.
     """
     from transformers import BitsAndBytesConfig
     from transformers.quantizers.auto import AutoHfQuantizer
 
+    _check_model(model)
+    threshold = number("threshold", threshold, "a finite number, at least 0")
+    if not 0 <= threshold < math.inf:
+        raise ConfigError(f"threshold={threshold!r}: expected a finite number, at least 0")
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     linears = [(name, m) for name, m in model.named_modules() if type(m) is nn.Linear and m is not head]
     if not linears:
         raise SetupError(f"{type(model).__name__} has no nn.Linear to convert")
     for name, linear in linears:
+        if linear.weight.device.type == "meta":
+            raise SetupError(f"{name} is on the meta device (offloaded?): load the model into memory to convert it")
         if linear.weight.dtype is not torch.bfloat16:
             raise SetupError(f"{name} is {linear.weight.dtype}: load the model with dtype=torch.bfloat16 to convert it")
     for name, linear in linears:
@@ -61,3 +70,8 @@ def quantize_int8(model: Any, *, threshold: float = 6.0) -> Any:
     model.quantization_method = quantization.quant_method
     model.config.quantization_config = quantization
     return model
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise ConfigError(f"model={shown(model)}: expected a transformers model, whose config is marked as quantised")

@@ -21,7 +21,8 @@ import torch
 from bitsandbytes.autograd._functions import MatMul8bitLt
 from torch import Tensor, nn
 
-from ...config import SetupError
+from ...config import ConfigError, SetupError
+from ...terminal import shown
 from .. import linears
 from .bf16_product import Product
 
@@ -142,7 +143,12 @@ def restore_plain(model: nn.Module) -> None:
     """Make every module of `model` plain again (a `Linear8bitLt`, an `nn.Linear`), as the end of training does.
 
     Only needed if training was interrupted (by an exception or a signal) and the model is used without another run.
+
+    Raises:
+        ConfigError: `model` is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model={shown(model)}: expected a torch.nn.Module")
     for module in model.modules():
         make_plain_8bit(module)
         linears.make_plain(module)

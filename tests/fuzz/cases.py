@@ -1,0 +1,18 @@
+"""All cases, by wing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fuzz import api, commands, data, models, recipes, runs, traces
+from fuzz.harness import Case
+
+WINGS = (recipes, data, models, traces, runs, commands, api)
+
+
+def all_cases() -> Iterator[Case]:
+    """Every case; the same ones in each process."""
+    for wing in WINGS:
+        for case in wing.cases():
+            yield replace(case, slow=case.slow or wing is models)
