@@ -57,7 +57,9 @@ def refused_setting(settings: dict[str, Any], error: Exception, name: str | None
         return error
     text = str(error)
     named = [key for key in settings if re.search(rf"\b{re.escape(key)}\b", text)]
-    key = name or next(iter(named), None)
+    # Some quote the value alone, and in capitals. Short values ("no") are in every text.
+    quoted = [key for key, value in settings.items() if isinstance(value, str) and f"'{value.lower()}'" in text.lower()]
+    key = name or next(iter([*named, *quoted]), None)
     setting = "training" if key is None else f"training.{key}={shown(settings.get(key))}"
     return RecipeError(f"{setting}: {described(error, hint=False)}")
 

@@ -32,6 +32,7 @@ ACCEPTED: dict[str, str] = {
     "model/weights/all renamed": "files are in",
     "model/weights/tensor renamed": "files are in",
     "override/twice": "files are in",
+    "override/twice the same": "files are in",
     "recipe/backend.max_recovery_memory/6": "before activations",
     "recipe/backend.max_recovery_memory/8": "before activations",
     "recipe/training.gradient_checkpointing_kwargs/0": "files are in",

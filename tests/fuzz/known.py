@@ -24,6 +24,5 @@ KNOWN: dict[str, str] = {
     "override/layers that match nothing": "late",
     "override/long": "unclear",
     "override/units that are not there": "late",
-    "recipe/training.torch_compile_backend/0": "unclear",
 }
 """By the case's id; a test fails where one of them is mended, so that it is taken out here."""
