@@ -25,6 +25,7 @@ from ..terminal import shown
 from ..training.options import DEFAULT_BACKEND, DEFAULT_TRIGGER
 from .emulated import EMULATED, differences, kernels, merge_settings
 from .extends import extended_by, read_values
+from .overrides import read_overrides
 from .script_key import drop_script_key, refuse_script_key
 from .sections import (
     BackendSection,
@@ -37,7 +38,6 @@ from .sections import (
     TriggerSection,
 )
 from .values import check_known, check_value
-from .yaml12 import YamlError, load_yaml
 
 SECTIONS: dict[str, type] = {
     "model": ModelSection,
@@ -88,21 +88,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | tuple[str, 
     """
     raw = _read(Path(path))
     settings = raw.pop(EMULATED, None)
-    changes: dict[str, dict[str, Any]] = {}
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        section, dot, name = key.partition(".")
-        if not equals or not dot or not name:
-            raise RecipeError(f"override {shown(override)}: expected section.key=value, e.g. training.max_steps=20")
-        check_known(section, list(SECTIONS), "section")
-        if not text.strip():
-            raise RecipeError(f"override {shown(override)}: expected a value after =, or null for none")
-        try:
-            if raw.get(section) is False:
-                raise RecipeError(f"override {shown(override)}: the recipe says {section}: false")
-            changes.setdefault(section, {})[name] = load_yaml(text)
-        except YamlError as error:
-            raise RecipeError(f"override {shown(override)}: the value is not valid YAML ({error})") from error
+    changes = read_overrides(overrides, SECTIONS, off=[section for section in SECTIONS if raw.get(section) is False])
     recipe = _build(path, raw, changes)
     if settings is None:
         return recipe

@@ -104,7 +104,7 @@ class TraceWriter:
         if self.path in earlier:
             self.set_aside = numbered(self.path, number)
         self._file = Appended(regular(self.path), new=True)
-        self._file.write(self._header)
+        self.write({"schema": SCHEMA, **header})
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line and flush it to the operating system; `notice` reports a file that others changed before."""

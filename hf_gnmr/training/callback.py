@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,9 @@ from .options import (
 )
 from .resuming import ResumeHistory
 from .session import GNMRSession
+
+_BEGUN: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+"""The callback that last took over a model, and the state of that training, both as weak references."""
 
 SIGNAL_FILE = "gnmr_trigger.safetensors"
 
@@ -126,6 +130,7 @@ class GNMRCallback(TrainerCallback, ExportableState):
     # -- Trainer events ------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._refuse_another(kwargs["model"], state)
         self.detach()
         self.session, self._detached = None, False
         if state.max_steps < 1:
@@ -161,6 +166,18 @@ class GNMRCallback(TrainerCallback, ExportableState):
         self._run_id = session.run_id
         self._micro_batches = 0
 
+    def _refuse_another(self, model: nn.Module, state: TrainerState) -> None:
+        """Raise SetupError if another callback has taken over the model in this call of `Trainer.train`."""
+        other, of_state = (reference() for reference in _BEGUN.get(model, (lambda: None, lambda: None)))
+        if of_state is state and other is not None and not other._detached:
+            which = (
+                "this GNMRCallback is in the Trainer's callbacks twice"
+                if other is self
+                else "there is a second GNMRCallback"
+            )
+            raise SetupError(f"{which}: keep only one (trainer.remove_callback)")
+        _BEGUN[model] = (weakref.ref(self), weakref.ref(state))
+
     def rehearse(self, args: TrainingArguments, model: nn.Module, total_steps: int) -> None:
         """Raise what train begin would raise for this model, and leave the model unchanged."""
         refuse_unreadable_gradients(args, model)
@@ -176,20 +193,26 @@ class GNMRCallback(TrainerCallback, ExportableState):
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._detached:
             return
-        assert self.session is not None
-        if self.session.reading is not None:
+        if self._running().reading is not None:
             raise SetupError(
                 "on_pre_optimizer_step was called twice in one step: this GNMRCallback is in the Trainer's callbacks twice. "
                 "Add it only once"
             )
-        self.session.observe(self._micro_batches + 1)
+        self._running().observe(self._micro_batches + 1)
         self._micro_batches = 0
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._detached:
             return
-        assert self.session is not None
-        self.session.decide(skipped=bool(getattr(kwargs.get("optimizer"), "step_was_skipped", False)))
+        self._running().decide(skipped=bool(getattr(kwargs.get("optimizer"), "step_was_skipped", False)))
+
+    def _running(self) -> GNMRSession:
+        if self.session is None:
+            raise SetupError(
+                "this GNMRCallback was added after training began, and it takes over a model at train begin only: add it "
+                "before trainer.train()"
+            )
+        return self.session
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save the tensors that the trigger resumes from, next to the Trainer's own files."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..backends.hooks import Hook
 from ..backends.units import Unit
 from ..control.controller import Floats
 
@@ -33,10 +34,10 @@ class ForwardProbe:
         self.indices = list(first_of.values())
         """The unit of each sum; the first sum is that of the first unit's input."""
         self._sums = [torch.zeros((), device=units[0].parameters[0].device)]
-        self._handles = [units[0].module.register_forward_hook(self._look_at_input(self._sums[0]), with_kwargs=True)]
+        self._handles = [units[0].module.register_forward_hook(Hook(self._look_at_input(self._sums[0])), with_kwargs=True)]
         for module, index in first_of.items():
             self._sums.append(torch.zeros((), device=units[index].parameters[0].device))
-            self._handles.append(module.register_forward_hook(self._look_at_output(self._sums[-1])))
+            self._handles.append(module.register_forward_hook(Hook(self._look_at_output(self._sums[-1]))))
 
     def _look_at_output(self, total: Tensor) -> Any:
         def add(module: nn.Module, args: Any, output: Any) -> None:

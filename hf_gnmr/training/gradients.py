@@ -22,6 +22,7 @@ import torch
 from accelerate.state import GradientState
 from torch import Tensor, nn
 
+from ..backends.hooks import Hook
 from ..backends.units import Unit, unwrap
 from ..config import SetupError
 from .accumulated import any_nonzero
@@ -30,6 +31,7 @@ from .engines import unit_norms
 from .forwards import ForwardProbe, queue_callback, tensors_in
 from .reading import Reading, StepVector, loss_scale
 from .signals import Signal
+from .stepped import OptimizerSteps
 from .window import Window
 
 
@@ -65,13 +67,13 @@ class GradientNorms:
         self._mark = 0
         own, others = self.norms.parameters[: self.norms.in_units], self.norms.parameters[self.norms.in_units :]
         self._window = Window([*own, *others], accumulation)
+        self._steps = OptimizerSteps()
         self._measured = (0, 0)
         """The index of a parameter, and its version when the norms were measured."""
         self._began: float | None = None
         self._seconds = 0.0
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        _drop_leftovers(unwrap(model))
-        self._handle = unwrap(model).register_forward_hook(self._on_forward)
+        self._handle = unwrap(model).register_forward_hook(Hook(self._on_forward))
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -88,6 +90,7 @@ class GradientNorms:
         self._handle.remove()
         self.norms.remove()
         self._window.clear()
+        self._steps.remove()
         if self._probe is not None:
             self._probe.remove()
         if self._signal is not None:
@@ -182,7 +185,7 @@ class GradientNorms:
     def _refuse_stale(self, vector: StepVector) -> None:
         """Raise SetupError if the vector does not describe the gradient that the optimizer is about to use."""
         which, version = self._measured
-        if self.parameters[which]._version != version:
+        if self.parameters[which]._version != version and self._steps.updated(self.parameters[which]):
             raise SetupError(
                 "parameters were updated between the backward and the reading: the norms must be read before the "
                 "optimizer's step (and before clipping)"
@@ -297,6 +300,7 @@ class GradientNorms:
         norms, indices = self.norms.measure()
         which = int(indices[0]) if len(indices) else 0
         self._measured = (which, self.parameters[which]._version)
+        self._steps.forget()
         scale = loss_scale(self._scaler, home)
         # A loop without accelerate gets here after each micro-batch; the vector of the last one counts.
         passes, vector = self._window.now, StepVector(indices)
@@ -337,10 +341,3 @@ class _LossHook:
     def __call__(self, grad: Tensor) -> None:
         self.reader.arm(grad)
         self.reader.note_weighted(self.loss, grad)
-
-
-def _drop_leftovers(model: nn.Module) -> None:
-    """Remove the hooks of readers whose training was interrupted: they would silently keep working in every step."""
-    for key, hook in list(model._forward_hooks.items()):
-        if isinstance(getattr(hook, "__self__", None), GradientNorms):
-            del model._forward_hooks[key]

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..backends.hooks import Hook
 from ..backends.units import Unit
 from ..config import ConfigError
 from ..control.controller import Floats
@@ -238,7 +239,9 @@ class Jacobian(Signal):
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._norms: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in units]
-        self._handles = [unit.module.register_full_backward_hook(self._hook(self._norms[i])) for i, unit in enumerate(units)]
+        self._handles = [
+            unit.module.register_full_backward_hook(Hook(self._hook(self._norms[i]))) for i, unit in enumerate(units)
+        ]
         self._home = units[0].parameters[0].device
         self.size = 2 * len(units)
         self.mark()

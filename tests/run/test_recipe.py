@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import warnings
 
 import pytest
 import yaml
@@ -193,3 +194,11 @@ def test_a_recipe_that_extends_nothing_usable_is_refused(tmp_path, extends, mess
     (tmp_path / "r.yaml").write_text(f"extends: {extends}\n")
     with pytest.raises(RecipeError, match=message):
         load_recipe(tmp_path / "r.yaml")
+
+
+def test_an_override_that_is_given_twice_is_reported(tmp_path, recipe_file):
+    with pytest.warns(UserWarning, match="'gnmr.alpha' is given twice: 1.4 counts, 1.2 does not"):
+        assert load_recipe(recipe_file, ["gnmr.alpha=1.2", "gnmr.alpha=1.4"]).gnmr.alpha == 1.4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_recipe(recipe_file, ["gnmr.alpha=1.4", "gnmr.alpha=1.4"])

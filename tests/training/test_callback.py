@@ -659,3 +659,26 @@ def test_a_training_continues_without_a_callback_that_was_detached_during_it(tin
     trainer.remove_callback(Detach)
     trainer.train()
     assert len(trace_lines(tmp_path / "run")[1]) == steps, "the next training is under control again"
+
+
+@pytest.mark.parametrize("trigger", ["gnmr", "random"])
+def test_two_callbacks_are_refused_before_the_first_step(tiny, trainer_for, trigger):
+    options = {"promotion_ratio": 0.1} if trigger == "random" else None
+    other = GNMRCallback(max_o=2, trigger=trigger, trigger_options=options)
+    trainer = trainer_for(with_lora(load_int8(tiny)), GNMRCallback(max_o=1), other)
+    with pytest.raises(SetupError, match=r"there is a second GNMRCallback: keep only one \(trainer.remove_callback\)"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    trainer.remove_callback(other)
+    trainer.train()
+
+
+def test_a_callback_that_is_added_in_mid_training_is_refused_with_the_reason(tiny, trainer_for):
+    class Add(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                trainer.add_callback(GNMRCallback(max_o=1))
+
+    trainer = trainer_for(with_lora(load_int8(tiny)), Add())
+    with pytest.raises(SetupError, match="was added after training began, .*before trainer.train"):
+        trainer.train()

@@ -11,7 +11,10 @@ from torch import nn
 
 from ...config import ConfigError, SetupError, number
 from ...terminal import shown
-from .originals import IN_MEMORY
+from .originals import Kept
+
+HOOKS = ("_forward_", "_backward_", "_is_full_backward_hook")
+"""Beginnings of the names under which torch keeps a module's hooks."""
 
 
 def quantize_int8(model: Any, *, threshold: float = 6.0) -> Any:
@@ -40,6 +43,11 @@ def quantize_int8(model: Any, *, threshold: float = 6.0) -> Any:
     if not linears:
         raise SetupError(f"{type(model).__name__} has no nn.Linear to convert")
     for name, linear in linears:
+        if "forward" in linear.__dict__:
+            raise SetupError(
+                f"{name} has a custom forward (accelerate's hooks for device_map or offloading, or a patch), which the "
+                "8-bit module would lack: load the model into memory without it"
+            )
         if linear.weight.device.type == "meta":
             raise SetupError(f"{name} is on the meta device (offloaded?): load the model into memory to convert it")
         if linear.weight.dtype is not torch.bfloat16:
@@ -60,8 +68,10 @@ def quantize_int8(model: Any, *, threshold: float = 6.0) -> Any:
         new.source_cls = nn.Linear
         new.requires_grad_(False)
         new.train(linear.training)
+        for attribute in (key for key in linear.__dict__ if key.startswith(HOOKS)):
+            new.__dict__[attribute] = linear.__dict__[attribute]  # the same dictionaries: their handles stay valid
         model.set_submodule(name, new)
-        IN_MEMORY[new] = original.to("cpu")
+        new.__dict__[Kept.attribute] = Kept(original.to("cpu"))
     model.requires_grad_(False)
     quantization = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=threshold)
     quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)

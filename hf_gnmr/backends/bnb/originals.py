@@ -14,7 +14,6 @@ import copy
 import dataclasses
 import functools
 import os
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +30,30 @@ from .scales import refuse_lost_rows
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
-IN_MEMORY: weakref.WeakKeyDictionary[nn.Module, Tensor] = weakref.WeakKeyDictionary()
-"""BF16 weights of modules converted by `quantize_int8`; kept here so that nothing is attached to the model."""
+
+class Kept:
+    """The BF16 weight of a module that `quantize_int8` converted, (out, in), attached to the module.
+
+    A copy of the module shares it; a pickled module is without it.
+    """
+
+    attribute = "_original_in_memory"
+
+    def __init__(self, weight: Tensor | None = None) -> None:
+        self.weight = weight
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Kept:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Kept, ()
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Tensor | None:
+        """A module's weight; None: it was loaded in 8 bits."""
+        kept = module.__dict__.get(cls.attribute)
+        return kept.weight if isinstance(kept, cls) else None
+
 
 WAYS_OUT = (
     "Either give recovery_source= (a folder or Hub id with the original safetensors weights), or use "
@@ -90,10 +111,9 @@ def find_originals(
         SetupError: no originals, unreadable or truncated files, wrong shapes, or weights that do not quantise to the
             codes in use; the message names the tensor and the ways out.
     """
-    if source is None and modules and all(module in IN_MEMORY for module in modules.values()):
-        by_name = {
-            name: Original(IN_MEMORY[module], is_transposed(module), mapped=False) for name, module in modules.items()
-        }
+    in_memory = {name: weight for name, module in modules.items() if (weight := Kept.of(module)) is not None}
+    if source is None and modules and len(in_memory) == len(modules):
+        by_name = {name: Original(in_memory[name], is_transposed(m), mapped=False) for name, m in modules.items()}
         where = "in memory, kept when the model was converted"
         files: list[Path] = []
     else:

@@ -13,6 +13,7 @@ The path is a property of the unit, read in the forward pass: switching a unit t
 
 from __future__ import annotations
 
+import copy
 import types
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from ...config import ConfigError, SetupError
 from ...terminal import shown
 from .. import linears
+from ..hooks import remove_hooks
 from .bf16_product import Product
 
 
@@ -35,6 +37,10 @@ class PathSwitch:
     def __init__(self) -> None:
         self.in_train = False
         self.in_eval = False
+
+
+ATTRIBUTES = ("_gnmr_path", "_gnmr_product", "_gnmr_checked", "_gnmr_weight")
+"""Of a switchable linear, beside those of a plain one."""
 
 
 class SwitchableLinear8bitLt(bnb.nn.Linear8bitLt):
@@ -93,6 +99,17 @@ class SwitchableLinear8bitLt(bnb.nn.Linear8bitLt):
         if self.state.SCB is None:
             self.state.SCB = scales
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        twin = type(self).__new__(type(self))  # runs the path on which it was copied, until it is restored
+        memo[id(self)] = twin
+        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickled, it is plain: nothing controls it where it is read."""
+        state = {name: value for name, value in self.__dict__.items() if name not in ATTRIBUTES}
+        return bnb.nn.Linear8bitLt.__new__, (bnb.nn.Linear8bitLt,), state
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # After a forward the scales live in `state`, where bitsandbytes' own loading does not look for them.
         borrowed = self.weight.SCB is None and self.state.SCB is not None
@@ -128,7 +145,7 @@ def make_plain_8bit(module: Any) -> None:
         if module.weight.CB is not None:
             module.init_8bit_state()
         module.__class__ = bnb.nn.Linear8bitLt
-        for name in ("_gnmr_path", "_gnmr_product", "_gnmr_checked", "_gnmr_weight"):
+        for name in ATTRIBUTES:
             module.__dict__.pop(name, None)
         _rebind(module)
 
@@ -140,7 +157,7 @@ def _rebind(module: Any) -> None:
 
 
 def restore_plain(model: nn.Module) -> None:
-    """Make every module of `model` plain again (a `Linear8bitLt`, an `nn.Linear`), as the end of training does.
+    """Make every module of `model` plain again (a `Linear8bitLt`, an `nn.Linear`, no hooks of ours), as training's end does.
 
     Only needed if training was interrupted (by an exception or a signal) and the model is used without another run.
 
@@ -149,6 +166,7 @@ def restore_plain(model: nn.Module) -> None:
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={shown(model)}: expected a torch.nn.Module")
+    remove_hooks(model)
     for module in model.modules():
         make_plain_8bit(module)
         linears.make_plain(module)
