@@ -34,6 +34,7 @@ def training_arguments(settings: dict[str, Any]) -> TrainingArguments:
         ("log_level", arguments.get_process_log_level),
         ("report_to", lambda: _try_loggers(arguments)),
         ("lr_scheduler_kwargs", lambda: _try_schedule(arguments)),
+        ("torch_compile_backend", lambda: _try_compiler(arguments)),
         ("use_liger_kernel", lambda: _try_liger(arguments)),
     ):
         try:
@@ -96,6 +97,14 @@ def _try_schedule(arguments: TrainingArguments) -> None:
         num_training_steps=max(1, arguments.max_steps),
         scheduler_specific_kwargs=arguments.lr_scheduler_kwargs or {},
     )
+
+
+def _try_compiler(arguments: TrainingArguments) -> None:
+    """Look the compiler up as accelerate does."""
+    from accelerate.utils import DynamoBackend
+
+    if arguments.torch_compile_backend is not None:
+        DynamoBackend(arguments.torch_compile_backend.upper())
 
 
 def _try_liger(arguments: TrainingArguments) -> None:
