@@ -110,7 +110,8 @@ class Trigger(ABC):
         names: names of the units, for triggers that choose by them.
 
     Raises:
-        ConfigError: no units, a mask of the wrong length, a share of steps without `total_steps`, or wrong options.
+        ConfigError: no units, a mask of the wrong length, a window δ too long for so many units, a share of steps without
+            `total_steps`, or wrong options.
     """
 
     name: ClassVar[str]
@@ -140,6 +141,7 @@ class Trigger(ABC):
         mask = np.ones(num_units, dtype=bool) if recoverable is None else np.array(recoverable, dtype=bool)
         if mask.shape != (num_units,):
             raise ConfigError(f"recoverable has shape {mask.shape}: expected ({num_units},), one value per unit")
+        self.config.check_history(num_units)
         self.alpha_init_steps = self.config.resolve_steps("alpha_init_fraction", total_steps)
         self.fidelity_warmup_steps = self.config.resolve_steps("fidelity_warmup", total_steps)
         self.max_o = self.config.resolve_max_o(int(mask.sum()))

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from ..backends import BACKENDS
 from ..backends.units import lora_part
-from ..config import GNMRConfig, SetupError
+from ..config import ConfigError, GNMRConfig, SetupError
 from ..terminal import shown
 from .architecture import check_folder, check_sizes, load_config, on_meta
 from .patterns import check_patterns
@@ -42,6 +42,20 @@ def model_source(section: ModelSection) -> str:
     return os.path.expanduser(section.name)
 
 
+def readable_config(source: str, section: ModelSection) -> Any:
+    """A model's configuration, within the limits of `architecture`.
+
+    Raises:
+        RecipeError: it cannot be loaded.
+    """
+    try:
+        return load_config(source, section)
+    except RecipeError:
+        raise
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"model.name={section.name!r}: its configuration cannot be loaded: {error}") from error
+
+
 def check_depth(source: str, section: ModelSection, gnmr: GNMRConfig | None, lora: LoraSection | None) -> None:
     """Compare settings that count layers with the model's configuration, before its weights are loaded.
 
@@ -49,12 +63,7 @@ def check_depth(source: str, section: ModelSection, gnmr: GNMRConfig | None, lor
         RecipeError: no readable configuration, another architecture than the recipe's, `gnmr.max_o` above the number of
             layers, or an adapter for a layer that does not exist.
     """
-    try:
-        config = load_config(source, section)
-    except RecipeError:
-        raise
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"model.name={section.name!r}: its configuration cannot be loaded: {error}") from error
+    config = readable_config(source, section)
     check_architecture(section, config)
     depth = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
     if depth is None:
@@ -65,6 +74,26 @@ def check_depth(source: str, section: ModelSection, gnmr: GNMRConfig | None, lor
     beyond = [layer for layer in layers or [] if not 0 <= layer < depth]
     if beyond and lora is not None:
         raise RecipeError(f"lora.layers_to_transform={lora.layers_to_transform}: expected layers from 0 to {depth - 1}")
+
+
+def check_history(config: Any, gnmr: GNMRConfig, unit_kind: str) -> None:
+    """Compare `gnmr.delta` with the number of units that a model has at least, before its weights are loaded.
+
+    Args:
+        config: the model's.
+        gnmr: thresholds and window.
+        unit_kind: one of `backends.units.FINDERS`.
+
+    Raises:
+        RecipeError: a window that is too long for so many units (a run's controller compares it with the exact number).
+    """
+    text = config.get_text_config(decoder=True)
+    experts = ("num_experts", "num_local_experts", "n_routed_experts") if unit_kind == "expert" else ()
+    layers, *counts = (getattr(text, name, None) or 1 for name in ("num_hidden_layers", *experts))
+    try:
+        gnmr.check_history(layers * max(counts, default=1))
+    except ConfigError as error:
+        raise RecipeError(f"gnmr.{error}") from error
 
 
 def check_architecture(section: ModelSection, config: Any) -> None:
