@@ -19,11 +19,13 @@ from ..backends import BACKENDS
 from ..backends.units import lora_part
 from ..config import ConfigError, GNMRConfig, SetupError
 from ..terminal import shown
-from .architecture import check_folder, check_sizes, load_config, on_meta
+from .architecture import cause, check_folder, check_sizes, load_config, on_meta
 from .patterns import check_patterns
 from .sections import LoraSection, ModelSection, RecipeError
 
 BUILTIN = "builtin"
+OF_LOADING = (OSError, ValueError, ImportError, TypeError, KeyError, AttributeError, AssertionError, SafetensorError)
+"""What libraries raise for files of a model that they cannot use."""
 
 
 def model_source(section: ModelSection) -> str:
@@ -124,8 +126,8 @@ def build_from_scratch(section: ModelSection, seed: int) -> Any:
         )
     except RecipeError:
         raise
-    except (ValueError, TypeError, RuntimeError, ImportError, MemoryError, OverflowError) as error:
-        raise RecipeError(f"model.architecture: cannot build a model from it: {error}") from error
+    except Exception as error:
+        raise RecipeError(f"model.architecture: cannot build a model from it: {cause(error)}") from error
     return model.to(torch.bfloat16 if section.dtype == "bfloat16" else torch.float32)
 
 
@@ -140,9 +142,11 @@ def architecture_config(section: ModelSection) -> Any:
     values = dict(section.architecture or {})
     check_sizes(values, "model.architecture")
     try:
-        return AutoConfig.for_model(values.pop("model_type"), **values)
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        raise RecipeError(f"model.architecture={shown(section.architecture)}: {error}") from error
+        config = AutoConfig.for_model(values.pop("model_type"), **values)
+        config.to_dict()
+    except Exception as error:
+        raise RecipeError(f"model.architecture={shown(section.architecture)}: {cause(error, values)}") from error
+    return config
 
 
 def scratch_tokenizer(section: ModelSection) -> Any:
@@ -179,8 +183,8 @@ def load_tokenizer(source: str, section: ModelSection) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             source, revision=section.revision, trust_remote_code=section.trust_remote_code
         )
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"model.name={section.name!r}: the tokenizer cannot be loaded: {error}") from error
+    except Exception as error:  # of the tokenizers library: of no more specific type
+        raise RecipeError(f"model.name={section.name!r}: the tokenizer cannot be loaded: {cause(error)}") from error
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
         raise RecipeError(f"model.name={section.name!r}: expected a fast tokenizer with an end-of-sequence token")
     if tokenizer.pad_token_id is None:
@@ -207,8 +211,10 @@ def load_base(source: str, section: ModelSection, backend: str, dtype: torch.dty
             attn_implementation=section.attn_implementation,
             **options,
         )
-    except (OSError, ValueError, ImportError) as error:
-        raise RecipeError(f"model.name={section.name!r}: the model cannot be loaded: {error}") from error
+    except torch.OutOfMemoryError:
+        raise
+    except (*OF_LOADING, RuntimeError) as error:
+        raise RecipeError(f"model.name={section.name!r}: the model cannot be loaded: {cause(error)}") from error
 
 
 def add_adapters(model: Any, section: LoraSection, seed: int) -> Any:
