@@ -179,26 +179,6 @@ def _check_experts(part: dict[str, Any], place: str) -> None:
             )
 
 
-def check_adapter(values: dict[str, Any], where: str) -> None:
-    """Refuse an adapter's configuration with sizes beyond the limits: ranks, and layers that it repeats.
-
-    Raises:
-        RecipeError: naming key and value.
-    """
-    check_sizes(values, where)
-    patterns = values.get("rank_pattern")
-    ranks = [values.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())]
-    too_high = [rank for rank in ranks if isinstance(rank, int) and rank > MAX_RANK]
-    if too_high:
-        raise RecipeError(f"{where}: expected a rank of at most {MAX_RANK:,}, got {shown(too_high[0])}")
-    repeated = values.get("layer_replication") or []
-    if isinstance(repeated, list) and len(repeated) > MAX_LAYERS:
-        raise RecipeError(f"{where}.layer_replication={shown(repeated)}: expected at most {MAX_LAYERS:,} ranges")
-    spans = [pair for pair in repeated if isinstance(pair, list) and len(pair) == 2 and all(type(i) is int for i in pair)]
-    if sum(end - start for start, end in spans) > MAX_LAYERS:
-        raise RecipeError(f"{where}.layer_replication={shown(repeated)}: expected at most {MAX_LAYERS:,} layers")
-
-
 def on_meta(config: Any, section: ModelSection, dtype: torch.dtype) -> Any:
     """A model of a configuration on the meta device, where it takes no memory for its weights.
 

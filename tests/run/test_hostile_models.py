@@ -159,3 +159,64 @@ def test_weights_that_cannot_be_read_are_one_line(tmp_path, model_folder, name):
     (folder / name).write_text("[1]")
     with pytest.raises(RecipeError, match=r"the model cannot be loaded: \w+: "):
         load_base(str(folder), ModelSection(str(folder)), "none")
+
+
+# -- adapters ------------------------------------------------------------------------------------------------------------
+
+ADAPTERS = [
+    ({"init_lora_weights": "pissa_niter_1000000000"}, "init_lora_weights='pissa_niter_1000000000': expected at most 1,000"),
+    ({"init_lora_weights": "pissa_niter_1_0"}, "init_lora_weights"),
+    ({"init_lora_weights": "corda_niter_9999"}, "init_lora_weights"),
+    ({"loftq_config": {"loftq_iter": 10**6}}, "loftq_config.loftq_iter=1000000: expected at most 1,000"),
+    ({"psoft_svd_lowrank_niter": 10**6}, "psoft_svd_lowrank_niter=1000000"),
+    ({"num_cayley_neumann_terms": 10**6}, "num_cayley_neumann_terms=1000000"),
+    ({"depth": 10**6}, "depth=1000000"),
+    ({"r": 10**6}, "r=1000000: expected a rank of at most 65,536"),
+    ({"init_r": 10**6}, "init_r=1000000: expected a rank of at most 65,536"),
+    ({"r": 60_000}, "expected a rank that adapter_model.safetensors has .*, got 60,000"),
+    ({"rank_pattern": {"q_proj": 60_000}}, "got 60,000"),
+    ({"rank_pattern": {"q_proj": 10**6}}, "rank_pattern.q_proj=1000000: expected a rank of at most"),
+    ({"lora_alpha": float("inf")}, "lora_alpha=inf: expected"),
+    ({"lora_alpha": float("nan")}, "lora_alpha=nan: expected a number"),
+    ({"alpha_pattern": {"q_proj": float("-inf")}}, "alpha_pattern.q_proj=-inf: expected a finite number"),
+    ({"lora_dropout": float("-inf")}, "lora_dropout=-inf: expected a finite number"),
+    ({"megatron_config": {"a": 1}, "megatron_core": "os"}, "megatron_core='os'"),
+    ({"adapters": {"0": "/somewhere"}}, "adapters=.*: expected one adapter"),
+    ({"layer_replication": [[0, 10**6]]}, "layer_replication"),
+    ({"layer_replication": [[-(10**6), 1]]}, r"layer_replication=.*expected a list of .first, last . 1., from 0 up"),
+    ({"layer_replication": [[5, 0], [0, 2000]]}, "layer_replication"),
+    ({"num_vectors": 16_000, "vector_length": 10**7}, "num_vectors=16,000 × vector_length=10,000,000: expected at most"),
+]
+
+
+@pytest.fixture(scope="module")
+def adapter_folder(tmp_path_factory):
+    from safetensors.torch import save_file
+
+    folder = tmp_path_factory.mktemp("adapter")
+    save_file({"base_model.model.q_proj.lora_A.weight": torch.zeros(8, 64)}, folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(("values", "message"), ADAPTERS, ids=lambda value: str(value)[:50])
+def test_an_adapter_that_asks_for_too_much_is_refused(adapter_folder, values, message):
+    from hf_gnmr.run.adapter_config import check_adapter
+
+    with pytest.raises(RecipeError, match=message):
+        check_adapter({"r": 8, **values}, "adapter_config.json", adapter_folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"init_lora_weights": "pissa_niter_16"}, {"init_lora_weights": True}, {"init_lora_weights": "eva"},
+        {"megatron_config": None, "megatron_core": "megatron.core"}, {"loftq_config": {}},
+        {"layer_replication": [[0, 4], [2, 5]]},
+        {"rank_pattern": {"q_proj": 16}, "alpha_pattern": {"q_proj": 0.5}}, {"lora_alpha": 16, "lora_dropout": 0.0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_honest_adapters_pass(adapter_folder, values):
+    from hf_gnmr.run.adapter_config import check_adapter
+
+    check_adapter({"r": 8, **values}, "adapter_config.json", adapter_folder / "adapter_model.safetensors")
