@@ -25,7 +25,7 @@ from .backends import BACKENDS
 from .backends.bf16_cpu import float32_kernels
 from .config import ConfigError, SetupError
 from .files import FileError, free_number, numbered, regular, write_json
-from .run.architecture import check_folder
+from .run.architecture import cause, check_folder
 from .run.emulated import kernels, same_on_all_ranks
 from .run.environment import environment, environment_in_words, peak_memory
 from .run.folder import OutputFolder
@@ -40,6 +40,9 @@ from .training.callback import GNMRCallback
 from .training.checks import refuse_training_settings
 from .training.journal import TRACE_FILE, write_summary
 from .training.mixin import GNMRTrainer
+
+OF_SETTINGS = (ValueError, TypeError, ImportError, KeyError, AttributeError, ArithmeticError, AssertionError, RecursionError)
+"""What transformers and torch raise for settings that they cannot use."""
 
 
 @cleaned
@@ -161,8 +164,8 @@ def _training_arguments(settings: dict[str, Any]) -> TrainingArguments:
         defaults["use_cpu"] = True
     try:
         return TrainingArguments(**{**defaults, **settings})
-    except (ValueError, TypeError, ImportError) as error:
-        raise RecipeError(f"training: {error}") from error
+    except (*OF_SETTINGS, RuntimeError) as error:
+        raise RecipeError(f"training: {cause(error)}") from error
 
 
 def _other_accelerator() -> bool:
@@ -246,8 +249,8 @@ def _trainer(start: Start, data: TrainingData, model: Any, tokenizer: Any) -> GN
         trainer.get_train_dataloader()
         trainer.create_optimizer_and_scheduler(num_training_steps=max(1, start.arguments.max_steps))
         trainer.optimizer = trainer.lr_scheduler = None
-    except (ValueError, TypeError, ImportError) as error:
-        raise RecipeError(f"training: {error}") from error
+    except OF_SETTINGS as error:
+        raise RecipeError(f"training: {cause(error)}") from error
     return trainer
 
 

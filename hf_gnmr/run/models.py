@@ -1,7 +1,4 @@
-"""Models for a run: loaded from the Hub or a folder (or built in), quantised, with adapters that do not depend on that.
-
-Also converts a GGUF file to a folder of BF16 safetensors, which everything else reads.
-"""
+"""Models for a run: loaded from the Hub or a folder (or built in), quantised, with adapters that do not depend on that."""
 
 from __future__ import annotations
 
@@ -17,9 +14,10 @@ from safetensors import SafetensorError
 
 from ..backends import BACKENDS
 from ..backends.units import lora_part
-from ..config import ConfigError, GNMRConfig, SetupError
+from ..config import ConfigError, GNMRConfig
 from ..terminal import shown
 from .architecture import cause, check_folder, check_sizes, load_config, on_meta
+from .gguf import import_gguf as import_gguf
 from .patterns import check_patterns
 from .sections import LoraSection, ModelSection, RecipeError
 
@@ -300,41 +298,3 @@ def draw_adapters(model: Any, seed: int) -> None:
                 p.copy_(torch.empty(p.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator))
         elif lora_part(name) == "B":
             torch.nn.init.zeros_(p)
-
-
-def import_gguf(gguf_file: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Path:
-    """Turn a GGUF file into a folder of BF16 safetensors with config and tokenizer.
-
-    The weights are the dequantised ones: as exact as the GGUF file, not as the model that it was made from.
-
-    Args:
-        gguf_file: e.g. ``SmolLM2-135M-Instruct.Q4_1.gguf``.
-        folder: the folder to create; it must not exist.
-
-    Raises:
-        SetupError: no such file, the folder exists, or the file's architecture is unknown to transformers.
-    """
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-
-    file, target = Path(gguf_file), Path(folder)
-    if not file.is_file():
-        raise SetupError(f"{file}: no such file")
-    if target.exists():
-        raise SetupError(f"{target} exists already: remove it, or choose another folder")
-    try:
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    except (ImportError, ValueError, OSError) as error:
-        raise SetupError(f"{file} cannot be read: {error} (this needs gguf: pip install 'hf-gnmr[gguf]')") from error
-    # save_pretrained refuses the loaded model because it is marked as GGUF-quantised: copy its weights to a plain twin.
-    config = model.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    twin = type(model)(config).to(torch.bfloat16)
-    twin.load_state_dict(model.state_dict())
-    twin.generation_config = GenerationConfig.from_model_config(config)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    twin.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    os.replace(partial, target)
-    return target
