@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import FileError, free_name, free_number, numbered, partial_name, plain, printable, regular, replaceable
+from ..files import FileError, free_number, numbered, partial_name, plain, printable, regular, replaceable
 from ..reading import MAX_TRACE_BYTES, MAX_TRACE_LINE_BYTES, lines_of, open_regular, parse_json
 from ..terminal import shown
 from .appended import Appended
+from .continued import cut_after, same_run
 from .lock import hold, release
 
 SCHEMA = 1
@@ -90,8 +91,8 @@ class TraceWriter:
             raise
 
     def _open(self, first: dict[str, Any], header: dict[str, Any], resume_after: int | None) -> None:
-        if resume_after is not None and _same_run(self.path, header):
-            self.set_aside, last = _cut_after(self.path, resume_after)
+        if resume_after is not None and same_run(self.path, header):
+            self.set_aside, last = cut_after(self.path, resume_after)
             self.continued, self.missing = True, resume_after - last
             self._file = Appended(regular(self.path), new=False)
             self._header = next(self._file.lines())
@@ -294,48 +295,3 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     lines = TraceLines(path)
     steps = list(lines)
     return Trace(lines.path, lines.header, steps, lines.cut)
-
-
-def _same_run(path: Path, header: dict[str, Any]) -> bool:
-    """Whether `path` is the trace of the same run, with the same units under the same settings."""
-    try:
-        with open_regular(path, MAX_TRACE_BYTES) as file:
-            old = parse_json(next(lines_of(file, path, MAX_TRACE_LINE_BYTES), b""), str(path))
-    except (OSError, ValueError):
-        return False
-    names = ("run_id", "units", "config", "max_o", "trigger", "backend")
-    return isinstance(old, dict) and all(old.get(name) == plain(header[name]) for name in names)
-
-
-def _cut_after(path: Path, step: int) -> tuple[Path | None, int]:
-    """Keep the header and the lines up to `step`; move the rest, including a broken tail, to a separate file.
-
-    Returns:
-        that file (None: no lines were moved), and the step of the last line that was kept (0: none).
-    """
-    path = regular(path)
-    lines = path.read_bytes().split(b"\n")
-    lines = [*(line + b"\n" for line in lines[:-1]), *filter(None, lines[-1:])]
-    kept: list[bytes] = []
-    last = 0
-    for number, line in enumerate(lines):
-        try:
-            record = json.loads(line)
-            keep = line.endswith(b"\n") and (number == 0 or record["step"] <= step)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            keep = False
-        if not keep:
-            break
-        kept.append(line)
-        last = record.get("step", 0)
-    rest = lines[len(kept) :]
-    if not rest:
-        return None, last
-    aside = path.with_name(f"{path.stem}.after-step-{step}{path.suffix}")
-    if aside.exists():
-        aside = free_name(aside)
-    partial = partial_name(path)
-    partial.write_bytes(b"".join(kept))
-    aside.write_bytes(b"".join(rest))
-    os.replace(partial, path)
-    return aside, last
