@@ -8,6 +8,7 @@ import sys
 from importlib import import_module
 
 from .config import ConfigError, SetupError
+from .reading import FileError
 from .terminal import TRACEBACK, TRACEBACK_HELP, cleaned, refused
 
 COMMANDS = {
@@ -46,10 +47,10 @@ def main(argv: list[str] | None = None) -> int:
         return status
     options = parser.parse_args(arguments)
     try:
-        from .run.models import import_gguf
+        from .run.gguf import import_gguf
 
         print(f"written: {import_gguf(options.gguf_file, options.folder)}")
-    except (ConfigError, SetupError) as error:
+    except (ConfigError, SetupError, FileError) as error:
         return refused(error)
     return 0
 

@@ -34,7 +34,10 @@ class ConfigError(ValueError):
 
 
 MAX_DELTA = 10_000
-"""Of `delta`: the monitor keeps delta scores of every unit, 1.6 GB for 20,000 units."""
+"""Of `delta`."""
+MAX_HISTORY = 1_500_000
+"""Of `delta` × units: the monitor keeps delta scores of every unit. A checkpoint holds them as text, some 35 bytes each, in
+`trainer_state.json`, which must stay readable (`reading.MAX_JSON_BYTES`)."""
 MAX_COUNT = 10**9
 """Of numbers of steps and units (`max_o`, `t_lock`): beyond any run, and far from the end of int64."""
 
@@ -108,6 +111,18 @@ class GNMRConfig:
     def to_dict(self) -> dict[str, Any]:
         """The settings as plain JSON values."""
         return dataclasses.asdict(self)
+
+    def check_history(self, units: int) -> None:
+        """Refuse a window of `delta` scores that is too much for this many units.
+
+        Raises:
+            ConfigError: naming delta, the number of units and the highest delta for it.
+        """
+        if self.delta * units > MAX_HISTORY:
+            raise ConfigError(
+                f"delta={self.delta}: expected at most {max(1, MAX_HISTORY // units):,} for {units:,} units "
+                f"(delta × units at most {MAX_HISTORY:,}), got {self.delta * units:,} scores"
+            )
 
     def resolve_max_o(self, recoverable_units: int) -> int:
         """maxO as a number of units, clipped to the number of recoverable ones (SPEC: the controller clips)."""

@@ -37,12 +37,12 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file (UTF-8) atomically.
+    """Write a text file (UTF-8) atomically. Halves of a surrogate pair, which JSON may hold, are written as ``\\ud800``.
 
     Raises:
         FileError: `path` leads to something other than a regular file.
     """
-    write_bytes(path, text.encode("utf-8"))
+    write_bytes(path, text.encode("utf-8", errors="backslashreplace"))
 
 
 def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:

@@ -42,6 +42,9 @@ from .training.checks import refuse_training_settings
 from .training.journal import TRACE_FILE, write_summary
 from .training.mixin import GNMRTrainer
 
+OF_SETTINGS = (ValueError, TypeError, ImportError, KeyError, AttributeError, ArithmeticError, AssertionError, RecursionError)
+"""What transformers and torch raise for settings that they cannot use."""
+
 
 @cleaned
 def main(argv: list[str] | None = None) -> int:

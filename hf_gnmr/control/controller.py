@@ -112,7 +112,8 @@ class Trigger(ABC):
         names: names of the units, for triggers that choose by them.
 
     Raises:
-        ConfigError: no units, a mask of the wrong length, a share of steps without `total_steps`, or wrong options.
+        ConfigError: no units, a mask of the wrong length, a window δ too long for so many units, a share of steps without
+            `total_steps`, or wrong options.
     """
 
     name: ClassVar[str]
@@ -145,6 +146,7 @@ class Trigger(ABC):
         mask = np.ones(num_units, dtype=bool)
         if recoverable is not None:
             mask = array("recoverable", recoverable, (num_units,), bool)
+        self.config.check_history(num_units)
         self.alpha_init_steps = self.config.resolve_steps("alpha_init_fraction", total_steps)
         self.fidelity_warmup_steps = self.config.resolve_steps("fidelity_warmup", total_steps)
         self.max_o = self.config.resolve_max_o(int(mask.sum()))

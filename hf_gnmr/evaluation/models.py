@@ -13,10 +13,11 @@ from ..backends.bnb.int8 import cast_notes_silenced
 from ..backends.units import all_layers
 from ..config import ConfigError
 from ..files import FileError, read_json
-from ..run.architecture import check_adapter, check_folder
+from ..run.adapter_config import check_adapter
+from ..run.architecture import cause, check_folder
 from ..run.models import load_adapter, load_base, load_tokenizer, model_source, module_names
 from ..run.patterns import check_patterns
-from .subjects import Subject, last_layers
+from .subjects import ADAPTER, Subject, last_layers
 
 
 def build(subject: Subject, precision: str, dtype: str) -> tuple[Any, Any, str]:
@@ -50,15 +51,15 @@ def _adapted(model: Any, subject: Subject, adapter: Path) -> Any:
     try:
         check_folder(adapter, subject.label)
         stored = read_json(adapter / "adapter_config.json")
-        check_adapter(stored, f"{subject.label}: adapter_config.json")
+        check_adapter(stored, f"{subject.label}: adapter_config.json", adapter / ADAPTER)
         check_patterns(stored, module_names(model), f"{subject.label}: adapter_config.json: ")
         config = PeftConfig.from_pretrained(adapter)
         config.inference_mode = False  # else its parameters are frozen, and layers are recognised by what is trainable
         model = get_peft_model(model, config)
-    except (ConfigError, FileError):
+    except (ConfigError, FileError, torch.OutOfMemoryError):
         raise
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{subject.label}: its adapter does not fit {subject.section.name}: {error}") from error
+    except Exception as error:  # what a configuration makes PEFT raise is open-ended
+        raise ConfigError(f"{subject.label}: its adapter does not fit {subject.section.name}: {cause(error)}") from error
     load_adapter(model, str(adapter), subject.label)
     return model
 

@@ -1,14 +1,10 @@
-"""Models for a run: loaded from the Hub or a folder (or built in), quantised, with adapters that do not depend on that.
-
-Also converts a GGUF file to a folder of BF16 safetensors, which everything else reads.
-"""
+"""Models for a run: loaded from the Hub or a folder (or built in), quantised, with adapters that do not depend on that."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import os
-import shutil
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -18,13 +14,16 @@ from safetensors import SafetensorError
 
 from ..backends import BACKENDS
 from ..backends.units import lora_part
-from ..config import GNMRConfig, SetupError
+from ..config import ConfigError, GNMRConfig
 from ..terminal import shown
-from .architecture import check_folder, check_sizes, load_config, on_meta
+from .architecture import cause, check_folder, check_sizes, load_config, on_meta
+from .gguf import import_gguf as import_gguf
 from .patterns import check_patterns
 from .sections import LoraSection, ModelSection, RecipeError
 
 BUILTIN = "builtin"
+OF_LOADING = (OSError, ValueError, ImportError, TypeError, KeyError, AttributeError, AssertionError, SafetensorError)
+"""What libraries raise for files of a model that they cannot use."""
 
 
 def model_source(section: ModelSection) -> str:
@@ -43,6 +42,20 @@ def model_source(section: ModelSection) -> str:
     return os.path.expanduser(section.name)
 
 
+def readable_config(source: str, section: ModelSection) -> Any:
+    """A model's configuration, within the limits of `architecture`.
+
+    Raises:
+        RecipeError: it cannot be loaded.
+    """
+    try:
+        return load_config(source, section)
+    except RecipeError:
+        raise
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"model.name={section.name!r}: its configuration cannot be loaded: {error}") from error
+
+
 def check_depth(source: str, section: ModelSection, gnmr: GNMRConfig | None, lora: LoraSection | None) -> None:
     """Compare settings that count layers with the model's configuration, before its weights are loaded.
 
@@ -50,12 +63,7 @@ def check_depth(source: str, section: ModelSection, gnmr: GNMRConfig | None, lor
         RecipeError: no readable configuration, another architecture than the recipe's, `gnmr.max_o` above the number of
             layers, or an adapter for a layer that does not exist.
     """
-    try:
-        config = load_config(source, section)
-    except RecipeError:
-        raise
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"model.name={section.name!r}: its configuration cannot be loaded: {error}") from error
+    config = readable_config(source, section)
     check_architecture(section, config)
     depth = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
     if depth is None:
@@ -66,6 +74,26 @@ def check_depth(source: str, section: ModelSection, gnmr: GNMRConfig | None, lor
     beyond = [layer for layer in layers or [] if not 0 <= layer < depth]
     if beyond and lora is not None:
         raise RecipeError(f"lora.layers_to_transform={lora.layers_to_transform}: expected layers from 0 to {depth - 1}")
+
+
+def check_history(config: Any, gnmr: GNMRConfig, unit_kind: str) -> None:
+    """Compare `gnmr.delta` with the number of units that a model has at least, before its weights are loaded.
+
+    Args:
+        config: the model's.
+        gnmr: thresholds and window.
+        unit_kind: one of `backends.units.FINDERS`.
+
+    Raises:
+        RecipeError: a window that is too long for so many units (a run's controller compares it with the exact number).
+    """
+    text = config.get_text_config(decoder=True)
+    experts = ("num_experts", "num_local_experts", "n_routed_experts") if unit_kind == "expert" else ()
+    layers, *counts = (getattr(text, name, None) or 1 for name in ("num_hidden_layers", *experts))
+    try:
+        gnmr.check_history(layers * max(counts, default=1))
+    except ConfigError as error:
+        raise RecipeError(f"gnmr.{error}") from error
 
 
 def check_architecture(section: ModelSection, config: Any) -> None:
@@ -96,8 +124,8 @@ def build_from_scratch(section: ModelSection, seed: int) -> Any:
         )
     except RecipeError:
         raise
-    except (ValueError, TypeError, RuntimeError, ImportError, MemoryError, OverflowError) as error:
-        raise RecipeError(f"model.architecture: cannot build a model from it: {error}") from error
+    except Exception as error:
+        raise RecipeError(f"model.architecture: cannot build a model from it: {cause(error)}") from error
     return model.to(torch.bfloat16 if section.dtype == "bfloat16" else torch.float32)
 
 
@@ -112,9 +140,11 @@ def architecture_config(section: ModelSection) -> Any:
     values = dict(section.architecture or {})
     check_sizes(values, "model.architecture")
     try:
-        return AutoConfig.for_model(values.pop("model_type"), **values)
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        raise RecipeError(f"model.architecture={shown(section.architecture)}: {error}") from error
+        config = AutoConfig.for_model(values.pop("model_type"), **values)
+        config.to_dict()
+    except Exception as error:
+        raise RecipeError(f"model.architecture={shown(section.architecture)}: {cause(error, values)}") from error
+    return config
 
 
 def scratch_tokenizer(section: ModelSection) -> Any:
@@ -151,8 +181,8 @@ def load_tokenizer(source: str, section: ModelSection) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             source, revision=section.revision, trust_remote_code=section.trust_remote_code
         )
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"model.name={section.name!r}: the tokenizer cannot be loaded: {error}") from error
+    except Exception as error:  # of the tokenizers library: of no more specific type
+        raise RecipeError(f"model.name={section.name!r}: the tokenizer cannot be loaded: {cause(error)}") from error
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
         raise RecipeError(f"model.name={section.name!r}: expected a fast tokenizer with an end-of-sequence token")
     if tokenizer.pad_token_id is None:
@@ -179,8 +209,10 @@ def load_base(source: str, section: ModelSection, backend: str, dtype: torch.dty
             attn_implementation=section.attn_implementation,
             **options,
         )
-    except (OSError, ValueError, ImportError) as error:
-        raise RecipeError(f"model.name={section.name!r}: the model cannot be loaded: {error}") from error
+    except torch.OutOfMemoryError:
+        raise
+    except (*OF_LOADING, RuntimeError) as error:
+        raise RecipeError(f"model.name={section.name!r}: the model cannot be loaded: {cause(error)}") from error
 
 
 def add_adapters(model: Any, section: LoraSection, seed: int) -> Any:
@@ -266,46 +298,3 @@ def draw_adapters(model: Any, seed: int) -> None:
                 p.copy_(torch.empty(p.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator))
         elif lora_part(name) == "B":
             torch.nn.init.zeros_(p)
-
-
-def import_gguf(gguf_file: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Path:
-    """Turn a GGUF file into a folder of BF16 safetensors with config and tokenizer.
-
-    The weights are the dequantised ones: as exact as the GGUF file, not as the model that it was made from.
-
-    Args:
-        gguf_file: e.g. ``SmolLM2-135M-Instruct.Q4_1.gguf``.
-        folder: the folder to create; it must not exist.
-
-    Raises:
-        SetupError: no such file, the folder exists, or the file's architecture is unknown to transformers.
-    """
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-
-    file, target = Path(gguf_file), Path(folder)
-    if not file.is_file():
-        raise SetupError(f"{file}: no such file")
-    if os.path.lexists(target):
-        raise SetupError(f"{target} exists already: remove it, or choose another folder")
-    if not target.parent.is_dir() or not os.access(target.parent, os.W_OK | os.X_OK):
-        raise SetupError(f"{target} cannot be created: {target.parent} is no folder that may be written")
-    try:
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    except (ImportError, ValueError, OSError) as error:
-        raise SetupError(f"{file} cannot be read: {error} (this needs gguf: pip install 'hf-gnmr[gguf]')") from error
-    # save_pretrained refuses the loaded model because it is marked as GGUF-quantised: copy its weights to a plain twin.
-    config = model.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    twin = type(model)(config).to(torch.bfloat16)
-    twin.load_state_dict(model.state_dict())
-    twin.generation_config = GenerationConfig.from_model_config(config)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        twin.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        os.replace(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return target

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import DataCollatorForSeq2Seq, Trainer, default_data_collator, set_seed
 
+from ..backends import BACKENDS
 from ..backends.bnb.int8 import cast_notes_silenced
 from ..config import refusing
 from ..terminal import shown
@@ -21,11 +22,14 @@ from .heldout import held_out_figures, perplexity_figures
 from .modelfiles import check_model_files
 from .models import (
     add_adapters,
+    architecture_config,
     build_from_scratch,
     check_depth,
+    check_history,
     load_base,
     load_tokenizer,
     model_source,
+    readable_config,
     scratch_tokenizer,
 )
 from .packing import check_text_source, text_blocks
@@ -145,9 +149,12 @@ def prepare_tokenizer(recipe: Recipe, source: str | None, *, units_are_layers: b
     Raises:
         RecipeError: no readable configuration or tokenizer, or a recipe that does not fit the model.
     """
+    unit_kind = BACKENDS[recipe.backend.name].unit_kind(recipe.backend.options)
     if source is None:
+        check_history(architecture_config(recipe.model), recipe.gnmr, unit_kind)
         return scratch_tokenizer(recipe.model)
     with refusing(f"{_where(recipe)}: config.json cannot be used", RecipeError):
+        check_history(readable_config(source, recipe.model), recipe.gnmr, unit_kind)
         check_depth(source, recipe.model, recipe.gnmr if units_are_layers else None, recipe.lora)
     with refusing(f"{_where(recipe)}: the tokenizer cannot be loaded (tokenizer.json, tokenizer_config.json)", RecipeError):
         return load_tokenizer(source, recipe.model)

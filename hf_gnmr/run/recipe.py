@@ -37,7 +37,7 @@ from .sections import (
     RunSection,
     TriggerSection,
 )
-from .values import check_known, check_value
+from .values import check_finite, check_known, check_value
 
 SECTIONS: dict[str, type] = {
     "model": ModelSection,
@@ -330,6 +330,7 @@ def check_training(values: dict[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         check_known(name, known, "key", "training.")
         result = check_value(f"training.{name}", value, hints[name])
+        check_finite(f"training.{name}", result)
         # A step count that may also be a share is declared as a float; a whole number stays a whole number.
         checked[name] = value if type(value) is int and isinstance(result, float) else result
     return checked

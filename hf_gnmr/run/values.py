@@ -22,18 +22,32 @@ LEAST: dict[str, float] = {
     "training.per_device_train_batch_size": 1, "training.per_device_eval_batch_size": 1,
     "training.gradient_accumulation_steps": 1, "training.max_steps": 1, "training.num_train_epochs": 0,
     "training.logging_steps": 0, "training.save_steps": 0, "training.seed": 0, "training.label_smoothing_factor": 0,
+    "training.adam_beta1": 0, "training.adam_beta2": 0, "training.adam_epsilon": 0, "training.neftune_noise_alpha": 0,
+    "training.torch_empty_cache_steps": 1, "training.eval_steps": 0, "training.eval_delay": 0,
+    "training.eval_accumulation_steps": 1, "training.save_total_limit": -1, "training.data_seed": 0,
+    "training.dataloader_num_workers": 0, "training.dataloader_prefetch_factor": 1, "training.ddp_bucket_cap_mb": -1,
+    "training.ddp_timeout": 1, "training.local_rank": -1,
 }  # fmt: skip
 """Lowest valid value per key. `training.max_steps` may also be -1, which means "by epochs" in transformers."""
 
+BELOW_ONE = 0.999_999_999_999
+"""torch refuses coefficients of 1."""
 MOST: dict[str, float] = {
     "lora.lora_dropout": 1, "training.label_smoothing_factor": 1, "lora.r": MAX_RANK, "lora.lora_alpha": 10**9,
     "data.max_length": 2**24, "data.rows": 10**12, "data.eval_rows": 10**9, "data.generate_rows": 10**9,
     "data.documents": 10**7, "data.max_new_tokens": 10**6, "training.per_device_train_batch_size": 10**6,
     "training.per_device_eval_batch_size": 10**6, "training.gradient_accumulation_steps": 10**6, "training.max_steps": 10**9,
     "training.num_train_epochs": 10**6, "training.dataloader_num_workers": 1024, "training.seed": 2**32 - 1,
-    "training.data_seed": 2**32 - 1, "training.save_total_limit": 10**6,
+    "training.data_seed": 2**32 - 1, "training.save_total_limit": 10**6, "training.learning_rate": 10**9,
+    "training.warmup_steps": 10**9, "training.weight_decay": 10**9, "training.adam_beta1": BELOW_ONE,
+    "training.adam_beta2": BELOW_ONE, "training.adam_epsilon": 10**3, "training.max_grad_norm": 1e38,
+    "training.neftune_noise_alpha": 10**6, "training.torch_empty_cache_steps": 10**9, "training.logging_steps": 10**9,
+    "training.eval_steps": 10**9, "training.eval_delay": 10**9, "training.eval_accumulation_steps": 10**9,
+    "training.save_steps": 10**9, "training.dataloader_prefetch_factor": 1000, "training.ddp_bucket_cap_mb": 10**6,
+    "training.ddp_timeout": 10**9, "training.local_rank": 10**6,
 }  # fmt: skip
-"""Highest valid value per key: memory, processes and loops grow with them. Seeds end where numpy's do."""
+"""Highest valid value per key: memory, processes and loops grow with them, or a library cannot convert a higher one (to a
+float32, or a duration). Seeds end where numpy's do."""
 
 
 def check_value(key: str, value: Any, hint: Any) -> Any:
@@ -66,6 +80,23 @@ def check_value(key: str, value: Any, hint: Any) -> Any:
                 f"{key}={shown(value)}: expected a finite number{', ' if bounds else ''}{' and '.join(bounds)}"
             )
     return result
+
+
+def check_finite(key: str, value: Any) -> None:
+    """Refuse inf and nan inside a mapping or list, such as `lr_scheduler_kwargs`: schedules fail on them in mid-run.
+
+    Raises:
+        RecipeError: naming the key.
+    """
+    pending = [(key, value)]
+    while pending:
+        name, part = pending.pop()
+        if isinstance(part, dict):
+            pending += [(f"{name}.{inner}", item) for inner, item in part.items()]
+        elif isinstance(part, (list, tuple)):
+            pending += [(name, item) for item in part]
+        elif isinstance(part, float) and not math.isfinite(part):
+            raise RecipeError(f"{printable(name)}={shown(part)}: expected a finite number")
 
 
 def _holds(hint: Any, value: Any) -> bool:

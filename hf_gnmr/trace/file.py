@@ -22,8 +22,8 @@ from ..files import FileError, free_number, numbered, partial_name, plain, print
 from ..reading import MAX_TRACE_BYTES, MAX_TRACE_LINE_BYTES, lines_of, open_regular, parse_json
 from ..terminal import shown
 from .appended import Appended
+from .continued import cut_after, same_run
 from .lock import hold, release, renew
-from .resumed import cut_after, same_run
 
 SCHEMA = 1
 START = b'{"schema"'

@@ -289,3 +289,14 @@ def test_a_decision_runs_no_python_per_unit():
         controller = Controller(units, GNMRConfig(max_o=0.25, alpha_init_fraction=0))
         counts.append(instructions(controller, spiking_norms(units, 12)))
     assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("trigger", ["gnmr", "none", "all"])
+@pytest.mark.parametrize(("delta", "units", "fits"), [(10_000, 150, True), (10_000, 151, False), (100, 20_160, False)])
+def test_a_history_is_bounded_before_it_is_made(trigger, delta, units, fits):
+    config = GNMRConfig(delta=delta, alpha_init_fraction=0)
+    if fits:
+        assert make_trigger(trigger, units, config).monitor.window.size == delta * units
+        return
+    with pytest.raises(ConfigError, match=f"delta={delta}: expected at most .* for {units:,} units .*got {delta * units:,}"):
+        make_trigger(trigger, units, config)

@@ -433,7 +433,7 @@ def test_a_templates_widths_are_bounded(template):
     ],
 )
 def test_an_adapters_sizes_are_bounded(values, message):
-    from hf_gnmr.run.architecture import check_adapter
+    from hf_gnmr.run.adapter_config import check_adapter
 
     with pytest.raises(RecipeError, match=message):
         check_adapter(values, "adapter_config.json")

@@ -62,3 +62,29 @@ def test_a_model_from_scratch_has_no_source(recipe_file):
     recipe = load_recipe(recipe_file)
     recipe.model.name = "scratch"
     assert find_model(recipe) is None
+
+
+def test_a_history_too_long_for_the_models_units_is_refused_before_weights_are_loaded(recipe_file, monkeypatch):
+    recipe = load_recipe(recipe_file, ["gnmr.delta=10000"])
+    source = find_model(recipe)
+    prepare_tokenizer(recipe, source, units_are_layers=True)
+    monkeypatch.setattr("hf_gnmr.config.MAX_HISTORY", 29_999)
+    with pytest.raises(RecipeError, match="gnmr.delta=10000: expected at most 9,999 for 3 units"):
+        prepare_tokenizer(recipe, source, units_are_layers=True)
+
+
+@pytest.mark.parametrize(("unit", "fits"), [("layer", True), ("experts", True), ("expert", False)])
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_experts_count_as_units_of_a_history(unit, fits, model_type):
+    from hf_gnmr import GNMRConfig
+    from hf_gnmr.run.models import architecture_config, check_history
+    from hf_gnmr.run.sections import ModelSection
+
+    experts = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts", "deepseek_v3": "n_routed_experts"}[model_type]
+    sizes = {"model_type": model_type, "num_hidden_layers": 48, experts: 128}
+    config = architecture_config(ModelSection("scratch", tokenizer="bytes", architecture=sizes))
+    if fits:
+        check_history(config, GNMRConfig(delta=1000), unit)
+        return
+    with pytest.raises(RecipeError, match="gnmr.delta=1000: expected at most 244 for 6,144 units"):
+        check_history(config, GNMRConfig(delta=1000), unit)

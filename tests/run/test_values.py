@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import typing
 from typing import Any, Literal
 
 import pytest
+from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
+from hf_gnmr.run.recipe import check_training
 from hf_gnmr.run.sections import RecipeError
-from hf_gnmr.run.values import check_known, check_value
+from hf_gnmr.run.values import LEAST, MOST, check_known, check_value
 
 
 @pytest.mark.parametrize(
@@ -96,3 +100,34 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(name, message):
 
 def test_a_known_name_is_accepted():
     check_known("seed", ["max_steps", "seed"], "key")
+
+
+def numeric_fields():
+    """Fields of TrainingArguments that take numbers, and may be set."""
+    hints = typing.get_type_hints(TrainingArguments)
+    fields = {f.name: hints[f.name] for f in dataclasses.fields(TrainingArguments) if f.init}
+    return {name: hint for name, hint in fields.items() if {int, float} & {hint, *typing.get_args(hint)}}
+
+
+@pytest.mark.parametrize("name", sorted(numeric_fields()))
+def test_every_number_of_a_training_has_bounds(name):
+    """So that no value takes memory or time without end, or ends in another library's error after the model was loaded."""
+    key, hint = f"training.{name}", numeric_fields()[name]
+    default = next(f.default for f in dataclasses.fields(TrainingArguments) if f.name == name)
+    assert check_value(key, default, hint) == default
+    assert check_value(key, LEAST[key], hint) == LEAST[key] and check_value(key, MOST[key], hint) == MOST[key]
+    for value in (MOST[key] * 2, 10**60, LEAST[key] - 3, math.nan, math.inf, -math.inf):
+        with pytest.raises(RecipeError, match=f"^{key}=.*: expected"):
+            check_value(key, value, hint)
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"lr_scheduler_kwargs": {"num_cycles": math.inf}}, "lr_scheduler_kwargs.num_cycles=inf"),
+        ({"lr_scheduler_kwargs": {"a": [1, {"b": math.nan}]}}, "lr_scheduler_kwargs.a.b=nan"),
+    ],
+)
+def test_numbers_inside_settings_are_finite(values, name):
+    with pytest.raises(RecipeError, match=f"training.{name}: expected a finite number"):
+        check_training(values)
