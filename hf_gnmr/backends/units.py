@@ -62,9 +62,17 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def base_model(model: nn.Module) -> Any:
-    """The transformers model itself, below wrappers and PEFT."""
+    """The transformers model itself, below wrappers and PEFT; also the only one that a user's own module holds."""
     inner: Any = unwrap(model)
+    if not _of_library(inner):
+        held = [child for child in inner.children() if _of_library(child)]
+        inner = held[0] if len(held) == 1 else inner
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+
+
+def _of_library(module: nn.Module) -> bool:
+    """Whether a module is a model of transformers or PEFT."""
+    return hasattr(module, "get_base_model") or hasattr(module, "get_input_embeddings")
 
 
 def canonical(name: str) -> str:
@@ -95,7 +103,7 @@ def decoder_layers(model: nn.Module, pattern: str | None = None) -> list[tuple[i
     """
     base = base_model(model)
     if pattern is not None:
-        return _by_pattern(base, pattern)
+        return _by_pattern(base, pattern, unwrap(model))
     config: Any = getattr(base, "config", None)
     text_config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     depth = getattr(text_config, "num_hidden_layers", None)
@@ -274,16 +282,17 @@ def all_layers(model: nn.Module, pattern: str | None = None) -> list[Unit]:
     return [Unit(i, layer, name, module, ()) for i, (layer, name, module) in enumerate(decoder_layers(model, pattern))]
 
 
-def _by_pattern(base: nn.Module, pattern: str) -> list[tuple[int, str, nn.Module]]:
+def _by_pattern(base: nn.Module, pattern: str, outer: nn.Module) -> list[tuple[int, str, nn.Module]]:
     if pattern.count("*") != 1:
         raise SetupError(f"layers={pattern!r}: expected a module name with one * for the layer index")
     before, after = map(re.escape, pattern.split("*"))
     expression = re.compile(rf"{before}(\d+){after}")
+    names = {module: canonical(name) for name, module in base.named_modules() if not name.endswith(PEFT_INFIX)}
     layers = []
-    for name, module in base.named_modules():
-        match = expression.fullmatch(canonical(name))
-        if match and not name.endswith(PEFT_INFIX):
-            layers.append((int(match[1]), canonical(name), module))
+    for name, module in [*base.named_modules(), *([] if outer is base else outer.named_modules())]:
+        match = expression.fullmatch(canonical(name)) or expression.fullmatch(name)
+        if match and not name.endswith(PEFT_INFIX) and module in names and all(module is not m for _, _, m in layers):
+            layers.append((int(match[1]), names[module], module))
     if not layers:
         raise SetupError(f"layers={pattern!r} matches no module; module lists in the model: {_module_lists(base)}")
     return sorted(layers, key=lambda entry: entry[0])
