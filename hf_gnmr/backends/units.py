@@ -288,7 +288,7 @@ def _by_pattern(base: nn.Module, pattern: str, outer: nn.Module) -> list[tuple[i
     before, after = map(re.escape, pattern.split("*"))
     expression = re.compile(rf"{before}(\d+){after}")
     names = {module: canonical(name) for name, module in base.named_modules() if not name.endswith(PEFT_INFIX)}
-    layers = []
+    layers: list[tuple[int, str, nn.Module]] = []
     for name, module in [*base.named_modules(), *([] if outer is base else outer.named_modules())]:
         match = expression.fullmatch(canonical(name)) or expression.fullmatch(name)
         if match and not name.endswith(PEFT_INFIX) and module in names and all(module is not m for _, _, m in layers):
