@@ -173,11 +173,16 @@ class TraceLines:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not isinstance(path, (str, os.PathLike)):
+            raise TraceError(f"path={shown(path)}: expected a path")
         self.path = Path(path)
         self.cut = False
         """The last line was incomplete and was left out (known once all lines are read)."""
-        if not self.path.is_file():
-            raise TraceError(f"{self.path}: no such trace")
+        try:
+            os.stat(self.path)
+        except (OSError, ValueError) as error:  # a name with NUL is a ValueError
+            reason = "no such trace" if isinstance(error, FileNotFoundError) else getattr(error, "strerror", None) or error
+            raise TraceError(f"{printable(os.fspath(path), 400)}: {reason}") from error
         first = next(self._lines(), b"")
         if not first.endswith(b"\n"):
             raise TraceError(f"{self.path}: empty or cut within its header, no step can be read")

@@ -3,13 +3,6 @@
 from __future__ import annotations
 
 KNOWN: dict[str, str] = {
-    "api/read_trace.path/0": "unclear",
-    "api/read_trace.path/1": "unclear",
-    "api/read_trace.path/2": "unclear",
-    "api/read_trace.path/3": "unclear",
-    "api/read_trace.path/5": "unclear",
-    "api/read_trace.path/6": "traceback",
-    "api/read_trace.path/7": "unclear",
     "checkpoint/controller a list": "late",
     "checkpoint/controller empty": "late",
     "checkpoint/controller negative": "late",
