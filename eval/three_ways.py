@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import os
 import statistics
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from results import add_save_option, command_line, save_result
 from transformers import DataCollatorForSeq2Seq
 
 from hf_gnmr.backends import Int8Backend
-from hf_gnmr.backends.bf16_cpu import float32_kernels
+from hf_gnmr.backends.bf16_cpu import REASON, float32_kernels
 from hf_gnmr.backends.units import find_units
 from hf_gnmr.config import ConfigError
 from hf_gnmr.control.gnmr import Controller
@@ -72,7 +73,7 @@ def three_ways(recipe: Recipe, emulated: bool, options: argparse.Namespace) -> i
     if not options.table_only:
         for number, way in enumerate(WAYS, start=1):
             print(f"\n=== {number} of {len(WAYS)}: {NAMES[way]} ({time.perf_counter() - started:.0f} s so far)", flush=True)
-            status = train(way, emulated, options)
+            status = train(way, emulated, options, chosen=recipe.run.bf16_products == "auto")
             if status:
                 print(f"error: the {NAMES[way]} run ended with status {status}", file=sys.stderr)
                 return status
@@ -106,13 +107,21 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def train(way: str, emulated: bool, options: argparse.Namespace) -> int:
-    """Train one way in a separate process, with this one's choice of kernels for BF16 products; returns its exit status."""
+def train(way: str, emulated: bool, options: argparse.Namespace, *, chosen: bool) -> int:
+    """Train one way in a separate process, with this one's choice of kernels for BF16 products; returns its exit status.
+
+    Args:
+        way: one of `WAYS`.
+        emulated: whether BF16 products run by float32 kernels.
+        options: the command line.
+        chosen: whether this process chose so, and not the recipe; the other one then says so.
+    """
     command = [sys.executable, "-m", "hf_gnmr.train", options.recipe, *options.overrides, *WAYS[way]]
     command += [f"run.bf16_products={'float32' if emulated else 'native'}"]
     command += [f"training.output_dir={options.out / way}", "run.resume=false"]
     command += [f"run.overwrite={'true' if options.overwrite else 'false'}"]
-    return subprocess.run(command, check=False).returncode
+    reason = {REASON: "as chosen for all ways alike (eval/three_ways.py)"} if chosen else {}
+    return subprocess.run(command, check=False, env={**os.environ, **reason}).returncode
 
 
 def read_run(folder: Path) -> dict[str, Any]:

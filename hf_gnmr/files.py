@@ -6,6 +6,7 @@ JSON has no inf and no nan, so values that are not finite are written as the str
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -153,4 +154,9 @@ def free_number(*paths: Path) -> int:
 
 def partial_name(path: Path) -> Path:
     """Where a file is written before it is renamed to `path`: hidden, and specific to this process."""
-    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+    name = path.name if len(os.fsencode(path.name)) <= LONGEST else hashlib.sha256(os.fsencode(path.name)).hexdigest()
+    return path.with_name(f".{name}.{os.getpid()}.partial")
+
+
+LONGEST = 200
+"""Bytes of a name that leave room for what is put around it: file systems take 255."""

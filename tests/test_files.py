@@ -88,6 +88,12 @@ def test_a_folder_that_may_not_be_written(tmp_path, monkeypatch):
         writable(tmp_path / "file")
 
 
+@pytest.mark.parametrize("name", ["n" * 255, "ü" * 127])
+def test_the_longest_names_can_be_written(tmp_path, name):
+    write_text(tmp_path / name, "x")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 @pytest.mark.parametrize("existing", [False, True])
 def test_a_full_disk_leaves_what_was_there_and_nothing_else(tmp_path, existing):
     file = tmp_path / "file"

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import math
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,8 +31,14 @@ With BF16 instructions the ratio is below 1, with AVX-512 but no such instructio
 SIZE, REPEATS, ATTEMPTS = 128, 5, 4
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 """Environment variables that keep torch from using instructions that the CPU has."""
+REASON = "HF_GNMR_BF16_REASON"
+"""Environment variable for a process whose `kernels` another one chose: why, as the end of a sentence."""
 ATEN = torch.ops.aten
 _depth = 0
+"""How many `float32_kernels` are open, in all threads; read and changed under `_lock`."""
+_lock = threading.Lock()
+_library: torch.library.Library | None = None
+"""The kernels in the place of torch's own, while any is open: whoever closes last removes it, whoever opened first."""
 
 
 @functools.cache
@@ -95,7 +102,10 @@ def choose(kernels: Kernels, device: torch.device | str) -> tuple[bool, str]:
         return False, f"BF16 products: {torch.device(device).type}'s own"
     if kernels != "auto":
         own = "this CPU's own kernels" if kernels == "native" else "float32 kernels (rounded to BF16)"
-        return kernels == "float32", f"BF16 products: {own}, as run.bf16_products={kernels} says"
+        return (
+            kernels == "float32",
+            f"BF16 products: {own}, {os.environ.get(REASON) or f'as run.bf16_products={kernels} says'}",
+        )
     isa = torch.backends.cpu.get_cpu_capability()
     if has_instructions():
         return False, f"BF16 products: this CPU's own kernels ({isa}, with BF16 instructions)"
@@ -122,18 +132,22 @@ def float32_kernels(enabled: bool = True) -> Iterator[None]:
 
     torch.compile's generated code calls its own kernels and is not affected.
     """
-    global _depth
+    global _depth, _library
     if not enabled:
         yield
         return
-    library = _override() if _depth == 0 else None
-    _depth += 1
+    with _lock:
+        if _depth == 0:
+            _library = _override()
+        _depth += 1
     try:
         yield
     finally:
-        _depth -= 1
-        if library is not None:
-            library._destroy()
+        with _lock:
+            _depth -= 1
+            if _depth == 0 and _library is not None:
+                _library._destroy()
+                _library = None
 
 
 def _override() -> torch.library.Library:

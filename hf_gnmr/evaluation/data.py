@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from ..config import ConfigError
+from ..run.rowfiles import holds_half
 from .rows import Splits, file_hash, read_text
 from .tasks import Request, Task
 
@@ -53,7 +54,7 @@ def splits_of(request: Request, data: str | None) -> Splits | None:
     splits = {split: task.read(file) for split, file in files.items()}
     for split, rows in splits.items():
         for number, row in enumerate(rows, 1):
-            error = task.row_error(row)
+            error = "half of a surrogate pair: expected text" if holds_half(row) else task.row_error(row)
             if error is not None:
                 raise ConfigError(f"{files[split]}, row {number}: {error}")
     return _of_subject(request, splits, str(files[task.scored_split]))

@@ -16,7 +16,7 @@ from datasets import Dataset, load_dataset
 
 from ..reading import FileError
 from ..terminal import printable, shown
-from .rowfiles import ENDINGS, local_file, rows_of, rows_of_folder
+from .rowfiles import ENDINGS, holds_half, local_file, rows_of, rows_of_folder, written
 from .sections import DataSection, RecipeError
 
 MAX_GENERATED = 10**7
@@ -139,6 +139,11 @@ def _texts(table: list[dict[str, Any]], section: DataSection, split: str) -> lis
         answer = _fill("answer", section.answer, row, f"{section.name}, {split} row {number}", columns)
         if "{" not in section.answer and not prompt[-1:].isspace():
             answer = " " + answer
+        for key, text in (("prompt", prompt), ("answer", answer)):
+            if holds_half(text):
+                raise RecipeError(
+                    f"{section.name}, {split} row {number}: the {key} holds half of a surrogate pair: expected text"
+                )
         texts.append({"prompt": prompt, "answer": answer})
     return texts
 
@@ -153,17 +158,17 @@ def _fill(key: str, pattern: str, row: dict[str, Any], where: str, known: dict[s
         if column not in known:
             names = printable(", ".join(known), 400)
             raise RecipeError(f"data.{key}={shown(pattern)}: no column {shown(column)}; the columns are {names}")
-        value = row.get(column)
+        value = written(row.get(column))
         if value is None or str(value).strip() == "":
             raise RecipeError(f"{where}: column {column!r} is empty")
         if not isinstance(value, (str, int, float)):
             raise RecipeError(f"{where}: column {column!r} holds a {type(value).__name__}: expected text or a number")
     if "{" in pattern:
         try:
-            return pattern.format(**{column: row[column] for column in columns})
+            return pattern.format(**{column: written(row[column]) for column in columns})
         except (ValueError, KeyError, IndexError, AttributeError) as error:
             raise RecipeError(f"data.{key}={pattern!r} cannot be filled from {where}: {error}") from error
-    return str(row[columns[0]])
+    return str(written(row[columns[0]]))
 
 
 def encode(rows: list[dict[str, str]], tokenizer: Any, max_length: int) -> tuple[Dataset, Counts]:

@@ -6,6 +6,7 @@ named, or the package's own, and no message shows what another file holds.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +47,22 @@ def extended_by(path: Path, name: Any, chain: tuple[Path, ...]) -> Path:
     Raises:
         RecipeError: no name, a file outside the permitted folders, a circle, or a chain that is too long.
     """
+    # What another file says is not shown, and the chain says which files the user did not name.
+    what = f"extends={shown(name)}" if len(chain) == 1 else f"extends in {path}"
     if not isinstance(name, str):
-        raise RecipeError(f"extends={shown(name)}: expected the file name of a recipe in the same folder")
+        raise RecipeError(f"{what}: expected the file name of a recipe in the same folder")
     if len(chain) > MAX_EXTENDS:
-        raise RecipeError(f"extends={shown(name)}: expected at most {MAX_EXTENDS} recipes that extend each other")
+        raise RecipeError(f"{what}: expected at most {MAX_EXTENDS} recipes that extend each other")
     home = chain[0].parent
     target = path.parent / name
     try:
         resolved = target.resolve()
     except (OSError, ValueError, RuntimeError) as error:  # a null character, or links in a circle
-        raise RecipeError(f"extends={shown(name)} cannot be read: not a usable path") from error
+        raise RecipeError(f"{what} cannot be read: not a usable path") from error
     if not any(resolved.is_relative_to(folder) for folder in (home, *(folder.resolve() for folder in SHIPPED))):
-        raise RecipeError(f"extends={shown(name)}: expected a recipe below {home}, or one that comes with the package")
+        raise RecipeError(f"{what}: expected a recipe below {home}, or one that comes with the package")
+    if len(chain) > 1 and not os.path.exists(resolved):  # reading it would name it
+        raise RecipeError(f"{what} cannot be read: no such file")
     if resolved in chain:
         raise RecipeError(f"{path} extends itself, through {shown([p.name for p in chain])}")
     return target

@@ -16,7 +16,7 @@ from datasets import Dataset, IterableDataset, load_dataset
 from ..reading import MAX_TEXT_BYTES, FileError, read_utf8
 from ..terminal import printable, shown
 from .data import BUILTIN, ENDINGS, check_local
-from .rowfiles import local_file, rows_of, rows_of_folder
+from .rowfiles import holds_half, local_file, rows_of, rows_of_folder, written
 from .sections import DataSection, RecipeError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -136,9 +136,14 @@ def _texts(section: DataSection, rows: Iterable[dict[str, Any]]) -> Iterator[str
         value = row.get(str(section.text))
         if value is None or value == "":
             continue
+        value = value if isinstance(value, bool) else written(value)
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             kind = type(value).__name__
             raise RecipeError(f"{section.name}, row {number}: data.text={shown(section.text)} holds a {kind}: expected text")
+        if holds_half(value):
+            raise RecipeError(
+                f"{section.name}, row {number}: data.text={shown(section.text)} holds half of a surrogate pair"
+            )
         yield str(value)
     _column(section, list(columns))
 

@@ -127,7 +127,7 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
     raw = read_values(path, foreign=bool(below))
     if not isinstance(raw, dict):
         raise RecipeError(f"{path}: expected a recipe with the sections {', '.join(SECTIONS)}")
-    drop_script_key(raw)
+    drop_script_key(raw, foreign=bool(below))
     extended = raw.pop("extends", None)
     base: dict[str, Any] = {}
     if extended is not None:
@@ -144,7 +144,8 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
             base[section] = False
             continue
         if not isinstance(values, dict):
-            raise RecipeError(f"{section}={shown(values)}: expected a section of key: value lines")
+            got = f"a {type(values).__name__} in {path}" if below else shown(values)
+            raise RecipeError(f"{section}={got}: expected a section of key: value lines")
         if section == EMULATED:
             base[section] = merge_settings(base.get(section, {}), values, list(SECTIONS))
             continue

@@ -8,8 +8,11 @@ text that it has in the file.
 from __future__ import annotations
 
 import codecs
+import datetime
 import itertools
+import re
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ Row = dict[str, Any]
 PARQUET = ".parquet"
 ENDINGS = (".json", ".jsonl", PARQUET)
 """Of local files with rows."""
+HALF = re.compile("[\\ud800-\\udfff]")
 ROWS_AT_A_TIME = 1000
 """Of a Parquet file."""
 
@@ -64,6 +68,27 @@ def _whole(text: str) -> int | float | str:
 
 AS_WRITTEN: dict[str, Any] = {"parse_int": _whole, "parse_float": Written, "parse_constant": Written, "strict": False}
 """How numbers of rows are read; not strict: control characters inside strings are accepted."""
+
+
+def written(value: Any) -> Any:
+    """A value of a row as it is written into a text: true and false as in JSON, decimals and dates of Parquet as text.
+
+    Other values stay as they are.
+    """
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Decimal):
+        return Written(format(value, "f"))
+    return str(value) if isinstance(value, (datetime.date, datetime.time)) else value
+
+
+def holds_half(value: Any) -> bool:
+    """Whether a value holds half of a surrogate pair: JSON may (``\\ud800``), but it is no character, and no tokenizer
+    takes it."""
+    if isinstance(value, str):
+        return HALF.search(value) is not None
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(map(holds_half, items))
 
 
 def local_file(name: str) -> Path | None:

@@ -9,15 +9,21 @@ from ..script import KEY, OPENING
 from .sections import RecipeError
 
 
-def drop_script_key(raw: dict[str, Any]) -> None:
+def drop_script_key(raw: dict[str, Any], *, foreign: bool = False) -> None:
     """Remove the key from a recipe's plain values, if it is there.
+
+    Args:
+        raw: the values.
+        foreign: another recipe names the file, whose contents no message shows.
 
     Raises:
         RecipeError: it has another value.
     """
     value = raw.pop(KEY, OPENING)
     if value != OPENING:
-        got = repr(printable(value)) if isinstance(value, str) else type(value).__name__
+        got = type(value).__name__
+        if isinstance(value, str):
+            got = "another text" if foreign else repr(printable(value))
         raise RecipeError(f"{KEY}: expected the line `{KEY}: {OPENING}`, or no such key; got {got}")
 
 

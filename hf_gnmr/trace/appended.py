@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import os
 import zlib
 from array import array
@@ -31,11 +32,16 @@ class Appended:
         """One number for each line, by which lines that others wrote or changed are recognised."""
 
     def write(self, line: bytes) -> None:
-        """Append a line; what was written of it before an error (a full disk) stays."""
+        """Append a line, whole or not at all."""
         assert self._descriptor is not None
         rest = memoryview(line)
-        while rest:
-            rest = rest[os.write(self._descriptor, rest) :]
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError:  # a full disk
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, self._size)
+            raise
         self._tail = (self._tail + line)[-TAIL:]
         self._size = os.fstat(self._descriptor).st_size
         self._sums.append(_sum(line))

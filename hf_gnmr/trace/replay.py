@@ -21,7 +21,7 @@ from ..config import ConfigError, GNMRConfig
 from ..control.controller import Bools, Floats, Trigger
 from ..control.triggers import TRIGGERS, make_trigger
 from ..files import plain
-from ..terminal import TRACEBACK, TRACEBACK_HELP, cleaned, refused
+from ..terminal import TRACEBACK, TRACEBACK_HELP, cleaned, printable, refused, shown
 from .file import TraceError
 from .metrics import decision_figures, dwell
 from .replay_table import NOTE, in_words, settings_grid
@@ -148,15 +148,23 @@ def trigger_of(series: Series, changes: Mapping[str, Any] | None = None, *, reco
     options = series.header.get("trigger_options", {}) if recorded_trigger else {}
     if recorded_trigger and name in TRIGGERS and TRIGGERS[name].Options.defaults() and not options:
         raise ConfigError(f"{series.path}: the header has no options of trigger {name!r} (an older trace)")
-    return make_trigger(
-        name,
-        len(series.names),
-        config,
-        total_steps=series.header.get("total_steps"),
-        recoverable=series.recoverable,
-        options=options,
-        names=series.names,
-    )
+    try:
+        return make_trigger(
+            name,
+            len(series.names),
+            config,
+            total_steps=series.header.get("total_steps"),
+            recoverable=series.recoverable,
+            options=options,
+            names=series.names,
+        )
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        why = f"{type(error).__name__}: {printable(str(error), 200)}"
+        raise ConfigError(
+            f"{series.path}: trigger {shown(name)} cannot have trigger_options={shown(options)} ({why})"
+        ) from error
 
 
 def recorded_config(series: Series) -> GNMRConfig:

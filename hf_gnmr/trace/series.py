@@ -162,6 +162,7 @@ class _Lines:
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
         check_header(header, path)
+        _check_optional(header, path)
         self.path = path
         self.header = header
         self.scalars = fields.SCALARS
@@ -233,6 +234,27 @@ class _Lines:
             loss_given=np.array(self.rows["loss_given"], dtype=bool),
             **{name: values.reshape(size, self.count) for name, values in by_unit.items()},
         )
+
+
+CENSUS_NUMBERS = ("recovery_bytes_bound", "resident_bytes", "trigger_bytes")
+
+
+def _check_optional(header: dict[str, Any], path: Path) -> None:
+    """Check what a header need not have, but figures are computed from where it has it.
+
+    Raises:
+        TraceError: naming file, key and value.
+    """
+    options = header.get("trigger_options", {})
+    if not isinstance(options, dict):
+        raise TraceError(f"{path}: the header has trigger_options={shown(options)}: expected a mapping")
+    numbers = {f"census.{key}": header["census"][key] for key in CENSUS_NUMBERS if key in header["census"]}
+    numbers |= {
+        f"units.{i}.bytes_added": unit["bytes_added"] for i, unit in enumerate(header["units"]) if "bytes_added" in unit
+    }
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -(2**62) < value < 2**62:
+            raise TraceError(f"{path}: the header has {name}={shown(value)}: expected a number of bytes")
 
 
 def _number(name: str, value: Any) -> float:

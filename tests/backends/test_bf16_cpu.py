@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 
 import pytest
 import torch
@@ -181,3 +183,61 @@ def test_the_measurement_agrees_with_the_instruction_set():
     if not bf16_in_hardware():
         pytest.skip("only where torch knows the instructions")
     assert bf16_cpu.slowdown() < EMULATED
+
+
+class Library:
+    """In the place of the kernels: counts how often it was registered and removed."""
+
+    def __init__(self, log):
+        self.log = log
+        time.sleep(0.01)  # as long as registering takes: another thread may come in between
+        log.append("registered")
+
+    def _destroy(self):
+        self.log.append("removed")
+
+
+@pytest.fixture
+def log(monkeypatch):
+    entries: list[str] = []
+    monkeypatch.setattr(bf16_cpu, "_depth", 0)
+    monkeypatch.setattr(bf16_cpu, "_library", None)
+    monkeypatch.setattr(bf16_cpu, "_override", lambda: Library(entries))
+    return entries
+
+
+def test_the_kernels_stay_until_the_last_one_closes_them(log):
+    """Threads do not close in the order in which they opened."""
+    first, second = float32_kernels(), float32_kernels()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert bf16_cpu.active() and log == ["registered"]
+    second.__exit__(None, None, None)
+    assert not bf16_cpu.active() and log == ["registered", "removed"]
+
+
+def test_many_threads_register_and_remove_the_kernels_in_turns(log):
+    start = threading.Barrier(8)
+
+    def work():
+        start.wait()
+        for _ in range(5):
+            with float32_kernels():
+                time.sleep(0.001)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not bf16_cpu.active() and bf16_cpu._library is None
+    assert log == ["registered", "removed"] * (len(log) // 2) and log
+
+
+@pytest.mark.parametrize("kernels", ["native", "float32"])
+def test_a_choice_that_another_process_made_is_not_called_the_recipes(monkeypatch, kernels):
+    monkeypatch.setenv(bf16_cpu.REASON, "as eval/three_ways.py chose for all ways")
+    emulated, line = choose(kernels, "cpu")
+    assert emulated is (kernels == "float32")
+    assert line.endswith(", as eval/three_ways.py chose for all ways") and "run.bf16_products" not in line

@@ -137,6 +137,12 @@ def outside(tmp_path):
     (folder / "folder").symlink_to(tmp_path)
     (folder / "below").mkdir()
     (folder / "below" / "notes.yaml").write_text(f"password: '{SECRET}'\n")
+    foreign = {
+        "key": f"_: '{SECRET}'\nlora: {{r: 4}}\n", "section": f"data: '{SECRET}'\n", "list": f"data: ['{SECRET}']\n",
+        "extends": f"extends: '{SECRET}'\nlora: {{r: 4}}\n", "key_only": f"_: '{SECRET}'\n",
+    }  # fmt: skip
+    for name, text in foreign.items():
+        (folder / "below" / f"{name}.yaml").write_text(text)
     (folder / "below" / "broken.yaml").write_text(f"{SECRET}\n\t{{[ {SECRET} *{SECRET}")
     os.mkfifo(folder / "fifo.yaml")
     return folder
@@ -154,6 +160,11 @@ def outside(tmp_path):
         ("below", "got a folder"),
         ("below/notes.yaml", "expected a recipe with the sections"),
         ("below/broken.yaml", "is not valid YAML"),
+        ("below/key.yaml", "_: expected the line .*got another text"),
+        ("below/key_only.yaml", "_: expected the line .*got another text"),
+        ("below/section.yaml", "data=a str in .*section.yaml: expected a section"),
+        ("below/list.yaml", "data=a list in .*list.yaml: expected a section"),
+        ("below/extends.yaml", "cannot be read"),
         ("gone.yaml", "cannot be read"),
         ('"nul\\0.yaml"', "not a usable path"),
     ],

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import pathlib
 import pickle
+from decimal import Decimal
 
 import pytest
 from conftest import byte_tokenizer
@@ -15,7 +17,7 @@ from hf_gnmr.evaluation.harness import _as_dataset
 from hf_gnmr.evaluation.rows import json_lines, of_equal_types
 from hf_gnmr.run.data import check_source, load_rows
 from hf_gnmr.run.packing import documents, text_blocks
-from hf_gnmr.run.rowfiles import Written, rows_of
+from hf_gnmr.run.rowfiles import Written, rows_of, written
 from hf_gnmr.run.sections import DataSection, RecipeError
 
 DATA = pathlib.Path(__file__).parents[3] / "shared" / "data"
@@ -296,3 +298,64 @@ def test_an_index_that_is_none_is_refused(tmp_path, index):
     )
     error = TASKS["mmlu"].row_error(json_lines(path)[0])
     assert error is not None and error.startswith("answer=") and len(error) < 400
+
+
+# -- what is no plain text or number -------------------------------------------------------------------------------------
+
+
+def texts_of(path, **options):
+    rows, _ = load_rows(DataSection(str(path), **options), 0)
+    return [row["answer"].strip() for row in rows]
+
+
+def test_true_and_false_stay_as_written(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        '{"question": "a", "answer": true}\n{"question": "b", "answer": false}\n{"question": "c", "answer": "True"}\n'
+    )
+    assert texts_of(path) == ["true", "false", "True"]
+    assert texts_of(path, answer="{answer}") == ["true", "false", "True"]
+
+
+def test_decimals_and_dates_of_parquet_are_text(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    values = {
+        "decimal": ([Decimal("2.50"), Decimal("-0.01")], pyarrow.decimal128(10, 2), ["2.50", "-0.01"]),
+        "large": ([Decimal("1E+3"), Decimal("2E+3")], pyarrow.decimal128(10, 0), ["1000", "2000"]),
+        "date": ([datetime.date(2023, 1, 11), datetime.date(1, 1, 1)], pyarrow.date32(), ["2023-01-11", "0001-01-01"]),
+        "time": ([datetime.datetime(2023, 1, 11, 5, 6), datetime.datetime(2023, 1, 11)], pyarrow.timestamp("us"),
+                 ["2023-01-11 05:06:00", "2023-01-11 00:00:00"]),
+        "flag": ([True, False], pyarrow.bool_(), ["true", "false"]),
+    }  # fmt: skip
+    for name, (column, kind, expected) in values.items():
+        path = tmp_path / f"{name}.parquet"
+        table = {"question": pyarrow.array(["a", "b"]), "answer": pyarrow.array(column, kind)}
+        parquet.write_table(pyarrow.table(table), path)
+        assert texts_of(path) == expected, name
+        if name != "flag":
+            assert list(documents(DataSection(str(path), text="answer"), "train")) == expected, name
+
+
+def test_a_decimal_takes_a_numbers_format():
+    assert f"{written(Decimal('2.50'))} {written(Decimal('2.50')):.1f}" == "2.50 2.5"
+
+
+@pytest.mark.parametrize("key", ["question", "answer", "text"])
+@pytest.mark.parametrize("half", [r"\ud800", r"x\udfffy", r"\udc00\ud800"])
+def test_half_of_a_surrogate_pair_is_named(tmp_path, key, half):
+    path = tmp_path / "rows.jsonl"
+    row = '"question": "a", "answer": "b", "text": "c"'
+    path.write_text(f'{{{row}}}\n{{{row}, "{key}": "{half}"}}\n')
+    with pytest.raises(RecipeError, match=r"row 1: .*half of a surrogate pair") as error:
+        load_rows(DataSection(str(path)), 0) if key != "text" else list(
+            documents(DataSection(str(path), text="text"), "train")
+        )
+    str(error.value).encode()
+
+
+def test_whole_surrogate_pairs_and_unused_halves_are_read(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(r'{"question": "\ud83d\ude00", "answer": "b", "raw": "\ud800"}' + "\n")
+    assert load_rows(DataSection(str(path)), 0)[0] == [{"prompt": "\U0001f600", "answer": " b"}]

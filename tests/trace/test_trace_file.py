@@ -383,3 +383,23 @@ def test_a_resumed_trace_keeps_its_lines_and_the_rest_beside_it(tmp_path, tail):
     resumed.close()
     assert steps_of(writer.path) == [1, 2, 3] and resumed.notice is None
     assert sorted(file.name for file in tmp_path.iterdir()) == ["trace.after-step-2.jsonl", "trace.jsonl"]
+
+
+def test_a_line_that_a_full_disk_cuts_is_taken_back(tmp_path, monkeypatch):
+    writer = TraceWriter(tmp_path / "trace.jsonl", HEADER)
+    writer.write({"step": 1})
+    write, calls = os.write, []
+
+    def full(descriptor, content):
+        calls.append(1)
+        if len(calls) == 1:
+            return write(descriptor, bytes(content[:5]))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        with pytest.raises(OSError, match="No space left"):
+            writer.write({"step": 2})
+    writer.write({"step": 2})
+    writer.close()
+    assert writer.notice is None and steps_of(writer.path) == [1, 2]
