@@ -119,6 +119,19 @@ def test_gradients_that_were_replaced_by_scaled_ones_are_no_return():
     assert window.put_back(at_end=True) is None and window.now.count == 2
 
 
+def test_the_earliest_of_several_equal_states_is_found():
+    """Passes that were thrown away one after the other, each after one backward; then the first ones are put back."""
+    params = parameters()
+    window = Window(params, 2)
+    run_pass(window, params)
+    kept = copies(params)
+    for _ in range(3):
+        zero(params)
+        run_pass(window, params)
+    put(params, kept)
+    assert window.put_back() is not None and window.now.count == 1 and len(window.now.losses) == 1
+
+
 def test_clear_forgets_the_step():
     params = parameters()
     window = Window(params, 1)
