@@ -98,10 +98,14 @@ def refuse_training_settings(training: dict[str, Any]) -> None:
         raise SetupError("training.do_train=False: a recipe is for training")
 
 
-def check_objects(model: Any, options: Any, scaler: Any, output_dir: Any) -> None:
-    """Raise ConfigError for a session's arguments of a wrong type, naming the argument."""
+def check_model(model: Any) -> None:
+    """Raise ConfigError unless a session's model is one of torch."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={shown(model)}: expected a torch.nn.Module")
+
+
+def check_objects(options: Any, scaler: Any, output_dir: Any) -> None:
+    """Raise ConfigError for a session's other arguments of a wrong type, naming the argument."""
     if options is not None and not isinstance(options, Options):
         raise ConfigError(f"options={shown(options)}: expected hf_gnmr.training.options.Options, or None")
     if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):

@@ -79,7 +79,7 @@ class GNMRSession:
         resume_history: ResumeHistory = "continue",
         **settings: Any,
     ) -> None:
-        checks.check_objects(model, options, scaler, output_dir)
+        checks.check_objects(options, scaler, output_dir)
         of_options, thresholds = split_settings(settings, type(self).__name__)
         if options is not None and of_options:
             raise ConfigError(f"give options= or its fields as keywords, not both (got {', '.join(of_options)})")
@@ -92,6 +92,7 @@ class GNMRSession:
         self.resume_history = resume_history
         if self.trace is not None:
             checks.refuse_trace_place(self.trace, "output_dir", named=False)
+        checks.check_model(model)
         self.main_process = not is_distributed() or torch.distributed.get_rank() == 0
         self.decision: Decision | None = None
         """The latest decision; None before the first step."""

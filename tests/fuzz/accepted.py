@@ -46,7 +46,6 @@ ACCEPTED: dict[str, str] = {
     "trace/diagnose/line.recovery_bytes/1": "-> No notable flicker",
     "trace/diagnose/line.skipped/1": "-> No notable flicker",
     "trace/diagnose/line.step/7": "only the first 1 steps can be read",
-    "trace/diagnose/unit.bytes_added/4": "-> No notable flicker",
     "trace/replay/header.config/5": "2 settings over 120 steps",
     "trace/replay/header.run_id/1": "2 settings over 120 steps",
     "trace/replay/header.trigger_options/3": "2 settings over 120 steps",
