@@ -39,6 +39,7 @@ class GradientMarks:
         alike = [p for p in self._parameters if (p.device, p.dtype) == (distinct[0].device, distinct[0].dtype)]
         small = sorted(alike, key=lambda p: p.numel())[:SMALL]
         self._sample = [small[i] for i in np.random.default_rng(0).permutation(len(small))[:SAMPLED]]
+        self._zero = torch.zeros((), device=self._sample[0].device)
         self.marks: Marks = []
         self.take()
 
@@ -86,12 +87,10 @@ class GradientMarks:
 
     def norms(self) -> Tensor:
         """L2 norms of the sample's gradients, fp32, shape (up to `SAMPLED`,); 0 without a gradient. No host sync."""
-        home = self._sample[0].device
-        present = [(i, p.grad) for i, p in enumerate(self._sample) if p.grad is not None]
-        norms = torch.zeros(len(self._sample), device=home)
-        if present:
-            norms[[i for i, _ in present]] = torch.stack(torch._foreach_norm([g for _, g in present], 2, torch.float32))
-        return norms
+        present = [p.grad for p in self._sample if p.grad is not None]
+        norms = iter(torch._foreach_norm(present, 2, torch.float32) if present else ())
+        # No index tensor: it would be a copy to the device, which waits.
+        return torch.stack([self._zero if p.grad is None else next(norms) for p in self._sample])
 
 
 Marks = list[tuple[int, int] | None]
