@@ -180,8 +180,10 @@ class TraceLines:
         """The last line was incomplete and was left out (known once all lines are read)."""
         try:
             os.stat(self.path)
-        except (OSError, ValueError) as error:  # a name with NUL is a ValueError
-            reason = "no such trace" if isinstance(error, FileNotFoundError) else getattr(error, "strerror", None) or error
+        except ValueError as error:  # a name with NUL
+            raise TraceError(f"path={shown(os.fspath(path))}: expected a path") from error
+        except OSError as error:
+            reason = "no such trace" if isinstance(error, FileNotFoundError) else error.strerror or error
             raise TraceError(f"{printable(os.fspath(path), 400)}: {reason}") from error
         first = next(self._lines(), b"")
         if not first.endswith(b"\n"):
